@@ -1,0 +1,278 @@
+"""Do the settings fit each other and the world size? All problems at once, one line each.
+
+A line names the settings with their values and what would fit. Also fills in what a config may
+leave open (`resolve`). Single values are checked in config.py; nothing here touches files or torch,
+except `missing_inputs`, which looks for the files that a run would read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import gcd, lcm
+from pathlib import Path
+
+from megalite.config import RunConfig
+from megalite.config_effect import without_effect
+from megalite.config_keys import keys, value_of
+from megalite.config_stages import stage_problems
+from megalite.errors import ConfigError
+
+Origins = Mapping[str, str]
+
+
+def check_config(
+    config: RunConfig, world_size: int | None = None, origins: Origins | None = None
+) -> list[str]:
+    """Problems of a config, one line each; empty if it can run.
+
+    `world_size` None: not known yet, so a missing parallel.dp counts as 1. `origins` (of
+    load_config) tells settings the user wrote from defaults; without it, a setting counts as
+    written when it differs from its default.
+    """
+    world = list(_world(config, world_size))
+    dp = 1 if world else data_parallel(config, world_size)
+    return [
+        *world,
+        *_model(config),
+        *_tensor_parallel(config),
+        *_pipeline(config),
+        *_batch(config, dp),
+        *_optimizer(config),
+        *_evaluation(config),
+        *_no_effect(config, origins),
+    ]
+
+
+def require_valid(
+    config: RunConfig, world_size: int | None = None, origins: Origins | None = None
+) -> None:
+    """Raise ConfigError with every problem that check_config finds."""
+    problems = check_config(config, world_size, origins)
+    if problems:
+        raise ConfigError(problems)
+
+
+def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
+    """Fill in parallel.dp and pipeline.schedule; raises ConfigError if the world size cannot fit.
+
+    Without a world size (processes started here, on this machine) a missing parallel.dp is 1.
+    """
+    problems = list(_world(config, world_size))
+    if problems:
+        raise ConfigError(problems)
+    parallel = config.parallel.model_copy(update={"dp": data_parallel(config, world_size)})
+    return resolve_schedule(config.model_copy(update={"parallel": parallel}))
+
+
+def resolve_schedule(config: RunConfig) -> RunConfig:
+    """Fill in pipeline.schedule, which does not depend on the world size."""
+    parallel = config.parallel
+    schedule = config.pipeline.schedule or default_schedule(parallel.pp, parallel.vpp)
+    pipeline = config.pipeline.model_copy(update={"schedule": schedule})
+    return config.model_copy(update={"pipeline": pipeline})
+
+
+def data_parallel(config: RunConfig, world_size: int | None) -> int:
+    """parallel.dp, or else what tp x pp leaves of the world size, or 1 without one."""
+    parallel = config.parallel
+    if parallel.dp is not None:
+        return parallel.dp
+    return 1 if world_size is None else max(1, world_size // (parallel.tp * parallel.pp))
+
+
+def default_schedule(pp: int, vpp: int) -> str:
+    """The schedule where the config names none."""
+    return "interleaved" if pp > 1 and vpp > 1 else "1f1b"
+
+
+def missing_inputs(config: RunConfig) -> list[str]:
+    """One line for each file the config names that is not there, seen from the working folder."""
+    data, problems = config.data, []
+    for suffix in (".bin", ".idx") if data.path is not None else ():
+        if not Path(f"{data.path}{suffix}").is_file():
+            problems.append(
+                f"data.path={data.path}: no file {data.path}{suffix}; "
+                f"correct the prefix, or make it with `megalite data`"
+            )
+    if data.tokenizer is not None and not Path(data.tokenizer).is_file():
+        problems.append(
+            f"data.tokenizer={data.tokenizer}: no such file; "
+            f"correct the path, or make it with `megalite data`"
+        )
+    return problems
+
+
+def _world(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    if world_size is None:
+        return
+    parallel = config.parallel
+    tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
+    if world_size % (tp * pp):
+        yield (
+            f"world size {world_size} is not divisible by parallel.tp={tp} x parallel.pp={pp} "
+            f"= {tp * pp}; start {_multiples_near(world_size, tp * pp)} processes"
+        )
+    elif dp is not None and tp * pp * dp != world_size:
+        yield (
+            f"parallel.tp={tp} x parallel.pp={pp} x parallel.dp={dp} = {tp * pp * dp} is not the "
+            f"world size {world_size}; set parallel.dp={world_size // (tp * pp)} or start "
+            f"{tp * pp * dp} processes"
+        )
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    heads, kv_heads, hidden = model.num_heads, model.kv_heads, model.hidden_size
+    if heads % kv_heads:
+        yield (
+            f"model.num_kv_heads={kv_heads} does not divide model.num_heads={heads}; "
+            f"use {_either(_divisors(heads))}"
+        )
+    if model.head_dim is None and hidden % heads:
+        yield (
+            f"model.num_heads={heads} does not divide model.hidden_size={hidden}; use "
+            f"model.hidden_size={_multiples_near(hidden, heads)}, or set model.head_dim"
+        )
+    elif model.head_size % 2:
+        source = (
+            "model.hidden_size / model.num_heads" if model.head_dim is None else "model.head_dim"
+        )
+        smaller = f"{model.head_size - 1} or " if model.head_size > 1 else ""
+        yield (
+            f"{source}={model.head_size} is odd, but rotary embedding turns pairs; "
+            f"use {smaller}{model.head_size + 1}"
+        )
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    model, parallel, tp = config.model, config.parallel, config.parallel.tp
+    fitting = _divisors(gcd(model.num_heads, model.kv_heads, model.ffn_hidden_size))
+    use = f"use parallel.tp={_either(fitting)}"
+    if model.num_kv_heads is not None and model.num_kv_heads < tp:
+        yield f"parallel.tp={tp} is more than model.num_kv_heads={model.num_kv_heads}; {use}"
+    elif model.num_kv_heads is not None and model.num_kv_heads % tp:
+        yield f"parallel.tp={tp} does not divide model.num_kv_heads={model.num_kv_heads}; {use}"
+    elif model.num_heads % tp:
+        yield f"parallel.tp={tp} does not divide model.num_heads={model.num_heads}; {use}"
+    if model.ffn_hidden_size % tp:
+        ffn = model.ffn_hidden_size
+        yield f"parallel.tp={tp} does not divide model.ffn_hidden_size={ffn}; {use}"
+    if model.padded_vocab_size % tp:
+        yield (
+            f"parallel.tp={tp} does not divide the padded vocabulary {model.padded_vocab_size} "
+            f"(model.vocab_size={model.vocab_size} in multiples of "
+            f"model.vocab_pad_multiple={model.vocab_pad_multiple}); "
+            f"use model.vocab_pad_multiple={lcm(model.vocab_pad_multiple, tp)}"
+        )
+    if parallel.sequence_parallel:
+        yield from _sequence_parallel(config)
+
+
+def _sequence_parallel(config: RunConfig) -> Iterator[str]:
+    tp, micro_batch, seq_length = (
+        config.parallel.tp,
+        config.train.micro_batch,
+        config.data.seq_length,
+    )
+    if tp == 1:
+        yield (
+            "parallel.sequence_parallel=true has no effect with parallel.tp=1; "
+            "set parallel.tp >= 2 or parallel.sequence_parallel=false"
+        )
+    elif micro_batch * seq_length % tp:
+        step = tp // gcd(tp, micro_batch)
+        yield (
+            f"parallel.sequence_parallel: train.micro_batch={micro_batch} x "
+            f"data.seq_length={seq_length} = {micro_batch * seq_length} tokens are not divisible "
+            f"by parallel.tp={tp}; use data.seq_length={_multiples_near(seq_length, step)}"
+        )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
+    if vpp > 1 and pp == 1:
+        yield (
+            f"parallel.vpp={vpp} has no effect with parallel.pp=1; "
+            f"set parallel.vpp=1 or parallel.pp >= 2"
+        )
+    if schedule == "interleaved" and vpp == 1:
+        yield (
+            "pipeline.schedule=interleaved needs parallel.vpp >= 2, got parallel.vpp=1; "
+            "set parallel.vpp=2 or pipeline.schedule=1f1b"
+        )
+    if schedule == "1f1b" and vpp > 1:
+        yield (
+            f"pipeline.schedule=1f1b runs one chunk per rank, got parallel.vpp={vpp}; "
+            f"set parallel.vpp=1 or pipeline.schedule=interleaved or gpipe"
+        )
+    yield from stage_problems(config)
+
+
+def _batch(config: RunConfig, dp: int) -> Iterator[str]:
+    micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
+    if global_batch % (micro_batch * dp):
+        yield (
+            f"train.global_batch={global_batch} is not divisible by "
+            f"train.micro_batch={micro_batch} x parallel.dp={dp} = {micro_batch * dp}; "
+            f"use train.global_batch={_multiples_near(global_batch, micro_batch * dp)}"
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}; "
+            f"use at most {optimizer.lr:g}"
+        )
+    # train.steps=0 starts a run without training it, so that nothing is left to warm up.
+    if 0 < steps < optimizer.warmup_steps:
+        yield (
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than train.steps={steps}; "
+            f"use at most {steps}"
+        )
+    decay = optimizer.decay_steps
+    if (
+        optimizer.lr_schedule != "constant"
+        and decay is not None
+        and decay <= optimizer.warmup_steps
+    ):
+        yield (
+            f"optimizer.decay_steps={decay} (counted from step 0) leaves nothing to decay after "
+            f"optimizer.warmup_steps={optimizer.warmup_steps}; "
+            f"use at least {optimizer.warmup_steps + 1}"
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.eval.interval and config.data.split[1] == 0:
+        yield (
+            f"eval.interval={config.eval.interval} needs validation tokens, but data.split gives "
+            f"0; use for example data.split=[0.98, 0.02], or eval.interval=0"
+        )
+
+
+def _no_effect(config: RunConfig, origins: Origins | None) -> Iterator[str]:
+    for name, otherwise in without_effect(config).items():
+        value = value_of(config, name)
+        default = keys()[name].default
+        written = value != default if origins is None else origins[name] != "default"
+        if written and value is not None:
+            shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            yield f"{name}={shown} has no effect: {otherwise}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _multiples_near(number: int, step: int) -> str:
+    """The multiples of `step` around a number that is none: "8 or 12"."""
+    below = number // step * step
+    return _either(m for m in (below, below + step) if m > 0)
+
+
+def _either(numbers: Iterable[int]) -> str:
+    """ "1, 2 or 4" """
+    *most, last = (str(n) for n in numbers)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,156 @@
+"""Parameters and FLOPs of a model, term by term, and MFU. Integers in, exact integers out.
+
+The MFU rule, stated here and nowhere else:
+
+    MFU = (model FLOPs per token x tokens per second) / (devices x peak FLOP/s of the dtype)
+
+* Model FLOPs are the matrix multiplications the definition of the model needs: forward, and twice
+  that for backward. Recomputed work is not counted, so recompute lowers MFU by what it costs.
+  Norms, rotary embedding, softmax and the optimizer are not counted.
+* One multiply-add is 2 FLOPs. The embedding is a look-up and counts 0.
+* The head counts the true vocabulary; padding columns are our choice, not the model's work.
+* Attention over a sequence of S tokens is counted both ways, and both figures are kept: `full` lets
+  every token see all S (most published tables), `causal` half of that, which is what a kernel that
+  skips masked blocks has to do. Where one number is shown it is `causal`: it cannot exceed 100 %.
+* Masks between documents do not lower the count: the sequence length stays S.
+* Tokens are input tokens of the step, masked or not; the peak is the dense one of hardware.py, and
+  an unknown device has no MFU.
+
+Knows no torch, and nothing of how long anything takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from megalite.config import ModelConfig
+
+BACKWARD_FORWARDS = 2  # a backward multiplies twice: for the input's and the weight's gradient
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Elements of each kind of weight in the whole model."""
+
+    embedding: int
+    qkv: int
+    attention_out: int
+    mlp: int
+    norms: int
+    head: int  # 0 when tied to the embedding
+
+    @property
+    def total(self) -> int:
+        """All parameters, a tied one once."""
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs per token, by term. `attention_*` are the two products with the scores."""
+
+    embedding: int
+    qkv: int
+    attention_full: int
+    attention_causal: int
+    attention_out: int
+    mlp: int
+    head: int
+
+    @property
+    def matmul_weights(self) -> int:
+        """Everything but the scores: 2 FLOPs for each weight that multiplies."""
+        return self.embedding + self.qkv + self.attention_out + self.mlp + self.head
+
+    @property
+    def total_full(self) -> int:
+        """With every token attending to the whole sequence."""
+        return self.matmul_weights + self.attention_full
+
+    @property
+    def total_causal(self) -> int:
+        """With half of the scores, as under a causal mask."""
+        return self.matmul_weights + self.attention_causal
+
+
+@dataclass(frozen=True)
+class Mfu:
+    """Model FLOPs utilisation as a fraction, in both conventions of attention."""
+
+    full: float
+    causal: float
+
+
+def layer_parameters(model: ModelConfig) -> ParameterCounts:
+    """Parameters of one layer: q, k, v; output projection; gate, up and down; two norms."""
+    width = model.num_heads * model.head_size
+    kv_width = model.kv_heads * model.head_size
+    return ParameterCounts(
+        embedding=0,
+        qkv=model.hidden_size * (width + 2 * kv_width),
+        attention_out=width * model.hidden_size,
+        mlp=3 * model.hidden_size * model.ffn_hidden_size,
+        norms=2 * model.hidden_size,
+        head=0,
+    )
+
+
+def parameter_counts(model: ModelConfig, padded: bool = False) -> ParameterCounts:
+    """Parameters of the whole model; `padded` counts the vocabulary rows that are stored.
+
+    Llama's layout (Touvron et al. 2023): no biases, gated MLP of three matrices, a norm before
+    attention, before the MLP and before the head.
+    """
+    layer = layer_parameters(model)
+    vocabulary = model.padded_vocab_size if padded else model.vocab_size
+    table = vocabulary * model.hidden_size
+    return ParameterCounts(
+        embedding=table,
+        qkv=model.num_layers * layer.qkv,
+        attention_out=model.num_layers * layer.attention_out,
+        mlp=model.num_layers * layer.mlp,
+        norms=model.num_layers * layer.norms + model.hidden_size,
+        head=0 if model.tie_embeddings else table,
+    )
+
+
+def forward_flops(model: ModelConfig, seq_length: int) -> Flops:
+    """Forward FLOPs per token of the whole model at a sequence length in tokens.
+
+    A weight matrix costs 2 FLOPs per element and token. Scores: each token multiplies its query
+    with S keys and its weights with S values, 2 x 2 x heads x head size x S per layer (Narayanan
+    et al. 2021, appendix, with q heads; grouping kv heads saves none of it). The causal half is
+    exactly half of that, without the diagonal's share of 1/S.
+    """
+    counts = parameter_counts(model)
+    scores = 4 * model.num_heads * model.head_size * seq_length * model.num_layers
+    return Flops(
+        embedding=0,
+        qkv=2 * counts.qkv,
+        attention_full=scores,
+        attention_causal=scores // 2,
+        attention_out=2 * counts.attention_out,
+        mlp=2 * counts.mlp,
+        head=2 * model.vocab_size * model.hidden_size,
+    )
+
+
+def training_flops(model: ModelConfig, seq_length: int) -> Flops:
+    """Forward and backward FLOPs per token: three times the forward ones, recompute not counted."""
+    factor = 1 + BACKWARD_FORWARDS
+    return Flops(*(factor * term for term in astuple(forward_flops(model, seq_length))))
+
+
+def mfu(
+    tokens_per_s: float,
+    model: ModelConfig,
+    seq_length: int,
+    peak_tflops: float | None,
+    num_devices: int = 1,
+) -> Mfu | None:
+    """Utilisation at `tokens_per_s` over all `num_devices`; None if the peak is not known."""
+    if peak_tflops is None:
+        return None
+    flops = training_flops(model, seq_length)
+    peak = peak_tflops * 1e12 * num_devices
+    return Mfu(flops.total_full * tokens_per_s / peak, flops.total_causal * tokens_per_s / peak)

@@ -1,0 +1,288 @@
+"""Settings that do not fit each other: one line each, with the numbers and what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config import RunConfig
+from megalite.config_check import (
+    check_config,
+    missing_inputs,
+    require_valid,
+    resolve,
+    resolve_schedule,
+)
+from megalite.config_keys import keys
+from megalite.config_load import Loaded, load_config
+from megalite.config_stages import stage_layer_counts
+from megalite.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+RUNS = [p for p in CONFIGS if p.parent.name == "runs" or p.name == "quickstart.toml"]
+MODELS = [p for p in CONFIGS if p.parent.name == "models"]
+
+SIZES: dict[str, dict[str, Any]] = {
+    "model": {
+        "num_layers": 8,
+        "hidden_size": 64,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "ffn_hidden_size": 128,
+        "vocab_size": 131,
+    },
+    "data": {"seq_length": 32},
+    "train": {"steps": 100, "global_batch": 16},
+}
+
+
+def config(**settings: Any) -> RunConfig:
+    """A valid config with `section__key=value` changed."""
+    tree = {section: dict(values) for section, values in SIZES.items()}
+    for name, value in settings.items():
+        section, key = name.split("__")
+        tree.setdefault(section, {})[key] = value
+    return RunConfig.model_validate(tree)
+
+
+def test_the_plain_config_is_valid() -> None:
+    assert check_config(config()) == []
+    assert check_config(config(parallel__tp=2, parallel__pp=2), 16) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "line"),
+    [
+        # world size
+        ({"parallel__tp": 2, "parallel__pp": 2}, 6,
+         "world size 6 is not divisible by parallel.tp=2 x parallel.pp=2 = 4; "
+         "start 4 or 8 processes"),
+        ({"parallel__tp": 2, "parallel__pp": 2}, 2,
+         "world size 2 is not divisible by parallel.tp=2 x parallel.pp=2 = 4; start 4 processes"),
+        ({"parallel__tp": 2, "parallel__pp": 2, "parallel__dp": 4}, 8,
+         "parallel.tp=2 x parallel.pp=2 x parallel.dp=4 = 16 is not the world size 8; "
+         "set parallel.dp=2 or start 16 processes"),
+        # pipeline
+        ({"parallel__vpp": 2}, None,
+         "parallel.vpp=2 has no effect with parallel.pp=1; set parallel.vpp=1 or parallel.pp >= 2"),
+        ({"parallel__pp": 2, "pipeline__schedule": "interleaved"}, None,
+         "pipeline.schedule=interleaved needs parallel.vpp >= 2, got parallel.vpp=1; "
+         "set parallel.vpp=2 or pipeline.schedule=1f1b"),
+        ({"parallel__pp": 2, "parallel__vpp": 2, "pipeline__schedule": "1f1b"}, None,
+         "pipeline.schedule=1f1b runs one chunk per rank, got parallel.vpp=2; "
+         "set parallel.vpp=1 or pipeline.schedule=interleaved or gpipe"),
+        ({"parallel__pp": 4, "parallel__vpp": 3}, None,
+         "model.num_layers=8 leaves stages of parallel.pp=4 x parallel.vpp=3 = 12 stages without "
+         "a layer; use at most 8 stages (parallel.vpp=2 or fewer), at least 12 layers, "
+         "or parallel.stage_layers (where a stage may have 0)"),
+        ({"parallel__pp": 2, "parallel__stage_layers": [3, 3, 2]}, None,
+         "parallel.stage_layers has 3 entries, parallel.pp=2 x parallel.vpp=1 = 2 stages need 2; "
+         "give one number for each stage"),
+        ({"parallel__pp": 2, "parallel__stage_layers": [3, 4]}, None,
+         "parallel.stage_layers=[3, 4] adds up to 7 layers, model.num_layers=8; add 1"),
+        ({"parallel__pp": 2, "parallel__stage_layers": [6, 4]}, None,
+         "parallel.stage_layers=[6, 4] adds up to 10 layers, model.num_layers=8; take away 2"),
+        # tensor parallel
+        ({"parallel__sequence_parallel": True}, None,
+         "parallel.sequence_parallel=true has no effect with parallel.tp=1; "
+         "set parallel.tp >= 2 or parallel.sequence_parallel=false"),
+        ({"parallel__tp": 2, "parallel__sequence_parallel": True, "data__seq_length": 33}, None,
+         "parallel.sequence_parallel: train.micro_batch=1 x data.seq_length=33 = 33 tokens are "
+         "not divisible by parallel.tp=2; use data.seq_length=32 or 34"),
+        ({"parallel__tp": 8}, None,
+         "parallel.tp=8 is more than model.num_kv_heads=4; use parallel.tp=1, 2 or 4"),
+        ({"parallel__tp": 2, "model__num_heads": 9, "model__num_kv_heads": None,
+          "model__hidden_size": 90}, None,
+         "parallel.tp=2 does not divide model.num_heads=9; use parallel.tp=1"),
+        ({"parallel__tp": 4, "model__num_kv_heads": 6, "model__num_heads": 12,
+          "model__hidden_size": 96}, None,
+         "parallel.tp=4 does not divide model.num_kv_heads=6; use parallel.tp=1 or 2"),
+        ({"parallel__tp": 4, "model__ffn_hidden_size": 130}, None,
+         "parallel.tp=4 does not divide model.ffn_hidden_size=130; use parallel.tp=1 or 2"),
+        ({"parallel__tp": 2, "model__vocab_pad_multiple": 1}, None,
+         "parallel.tp=2 does not divide the padded vocabulary 131 (model.vocab_size=131 in "
+         "multiples of model.vocab_pad_multiple=1); use model.vocab_pad_multiple=2"),
+        # model
+        ({"model__num_kv_heads": 3}, None,
+         "model.num_kv_heads=3 does not divide model.num_heads=8; use 1, 2, 4 or 8"),
+        ({"model__num_kv_heads": 16}, None,
+         "model.num_kv_heads=16 does not divide model.num_heads=8; use 1, 2, 4 or 8"),
+        ({"model__hidden_size": 68}, None,
+         "model.num_heads=8 does not divide model.hidden_size=68; "
+         "use model.hidden_size=64 or 72, or set model.head_dim"),
+        ({"model__hidden_size": 72}, None,
+         "model.hidden_size / model.num_heads=9 is odd, but rotary embedding turns pairs; "
+         "use 8 or 10"),
+        ({"model__head_dim": 1}, None,
+         "model.head_dim=1 is odd, but rotary embedding turns pairs; use 2"),
+        # batch
+        ({"train__global_batch": 10, "train__micro_batch": 2, "parallel__dp": 2}, None,
+         "train.global_batch=10 is not divisible by train.micro_batch=2 x parallel.dp=2 = 4; "
+         "use train.global_batch=8 or 12"),
+        ({"train__global_batch": 3}, 4,
+         "train.global_batch=3 is not divisible by train.micro_batch=1 x parallel.dp=4 = 4; "
+         "use train.global_batch=4"),
+        # optimizer
+        ({"optimizer__lr": 1e-4, "optimizer__min_lr": 1e-3}, None,
+         "optimizer.min_lr=0.001 is above optimizer.lr=0.0001; use at most 0.0001"),
+        ({"optimizer__warmup_steps": 101}, None,
+         "optimizer.warmup_steps=101 is more than train.steps=100; use at most 100"),
+        ({"optimizer__warmup_steps": 20, "optimizer__decay_steps": 20}, None,
+         "optimizer.decay_steps=20 (counted from step 0) leaves nothing to decay after "
+         "optimizer.warmup_steps=20; use at least 21"),
+        # validation
+        ({"eval__interval": 10, "data__split": (1.0, 0.0)}, None,
+         "eval.interval=10 needs validation tokens, but data.split gives 0; "
+         "use for example data.split=[0.98, 0.02], or eval.interval=0"),
+        # settings without effect
+        ({"optimizer__lr_schedule": "constant", "optimizer__min_lr": 1e-5}, None,
+         "optimizer.min_lr=1e-05 has no effect: optimizer.lr_schedule=constant never decays; "
+         "remove it or use linear or cosine"),
+        ({"optimizer__lr_schedule": "constant", "optimizer__decay_steps": 50}, None,
+         "optimizer.decay_steps=50 has no effect: optimizer.lr_schedule=constant never decays; "
+         "remove it or use linear or cosine"),
+        ({"optimizer__zero": 0, "optimizer__overlap_param_gather": False}, None,
+         "optimizer.overlap_param_gather=false has no effect: optimizer.zero=0 gathers no "
+         "parameters; remove it or set optimizer.zero=1"),
+        ({"optimizer__max_skips": 3}, None,
+         "optimizer.max_skips=3 has no effect: optimizer.non_finite=stop skips no step; "
+         "remove it or set optimizer.non_finite=skip"),
+        ({"eval__batches": 3}, None,
+         "eval.batches=3 has no effect: eval.interval=0 never evaluates; "
+         "remove it or set eval.interval"),
+        ({"parallel__overlap_tp": False}, None,
+         "parallel.overlap_tp=false has no effect: parallel.tp=1 has no collective to overlap; "
+         "remove it or set parallel.tp >= 2"),
+        ({"parallel__head_layers": 1.5}, None,
+         "parallel.head_layers=1.5 has no effect: layers are spread by cost only with "
+         "parallel.pp >= 2 and without parallel.stage_layers; remove it"),
+        ({"parallel__embedding_layers": 1.0, "parallel__pp": 2,
+          "parallel__stage_layers": [4, 4]}, None,
+         "parallel.embedding_layers=1 has no effect: layers are spread by cost only with "
+         "parallel.pp >= 2 and without parallel.stage_layers; remove it"),
+    ],
+)  # fmt: skip
+def test_one_mistake_one_line(settings: dict[str, Any], world_size: int | None, line: str) -> None:
+    assert check_config(config(**settings), world_size) == [line]
+
+
+def test_following_the_advice_gives_a_valid_config() -> None:
+    assert check_config(config(parallel__tp=4)) == []
+    assert check_config(config(parallel__tp=2, model__vocab_pad_multiple=2)) == []
+    assert check_config(config(parallel__pp=4, parallel__vpp=2)) == []
+    assert check_config(config(train__global_batch=12, train__micro_batch=2, parallel__dp=2)) == []
+    assert check_config(config(parallel__pp=2, parallel__vpp=2, pipeline__schedule="gpipe")) == []
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    bad = config(
+        parallel__tp=3,
+        parallel__vpp=2,
+        train__global_batch=10,
+        train__micro_batch=3,
+        eval__batches=1,
+    )
+    lines = check_config(bad, 8)
+    assert [line.split(" ")[0] for line in lines] == [
+        "world",  # 8 against tp 3
+        "parallel.tp=3",  # kv heads
+        "parallel.tp=3",  # feed-forward
+        "parallel.tp=3",  # padded vocabulary
+        "parallel.vpp=2",
+        "train.global_batch=10",
+        "eval.batches=1",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        require_valid(bad, 8)
+    assert caught.value.problems == lines
+
+
+def test_a_default_written_out_is_refused_too_where_it_has_no_effect() -> None:
+    plain = config(optimizer__zero=0)
+    origins = dict.fromkeys(keys(), "default")
+    assert check_config(plain, origins=origins) == []
+    (line,) = check_config(plain, origins=origins | {"optimizer.overlap_param_gather": "run.toml"})
+    assert line.startswith("optimizer.overlap_param_gather=true has no effect: optimizer.zero=0")
+
+
+def test_warmup_is_not_checked_when_nothing_is_trained() -> None:
+    assert check_config(config(train__steps=0, optimizer__warmup_steps=10)) == []
+
+
+def test_a_spoilt_world_size_does_not_spoil_the_batch_check() -> None:
+    lines = check_config(config(parallel__tp=2, train__global_batch=1), 7)
+    assert len(lines) == 1
+    assert lines[0].startswith("world size 7")
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "schedule"), [(1, 1, "1f1b"), (2, 1, "1f1b"), (2, 2, "interleaved")]
+)
+def test_resolve_fills_in_dp_and_schedule(pp: int, vpp: int, schedule: str) -> None:
+    open_config = config(parallel__tp=2, parallel__pp=pp, parallel__vpp=vpp)
+    full = resolve(open_config, 8)
+    assert (full.parallel.dp, full.pipeline.schedule) == (8 // (2 * pp), schedule)
+    assert resolve(open_config).parallel.dp == 1
+    assert resolve(full, 8) == full
+    assert resolve_schedule(open_config).parallel.dp is None
+
+
+def test_resolve_keeps_what_was_chosen() -> None:
+    chosen = config(parallel__pp=2, parallel__dp=2, pipeline__schedule="gpipe")
+    assert resolve(chosen, 4) == chosen
+
+
+def test_resolve_refuses_a_world_that_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match="world size 6 is not divisible"):
+        resolve(config(parallel__tp=4), 6)
+
+
+def test_filled_in_values_are_marked_as_derived() -> None:
+    loaded = Loaded(config(parallel__pp=2), dict.fromkeys(keys(), "default"))
+    origins = loaded.with_config(resolve(loaded.config, 4)).origins
+    derived = {name for name, origin in origins.items() if origin == "derived"}
+    assert derived == {"parallel.dp", "pipeline.schedule"}
+
+
+def test_missing_inputs_names_each_file(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    (tmp_path / "corpus.bin").touch()
+    lines = missing_inputs(
+        config(data__path=str(prefix), data__tokenizer=str(tmp_path / "t.model"))
+    )
+    assert len(lines) == 2
+    assert lines[0].startswith(f"data.path={prefix}: no file {prefix}.idx;")
+    assert lines[1].startswith(f"data.tokenizer={tmp_path}/t.model: no such file;")
+    (tmp_path / "corpus.idx").touch()
+    assert missing_inputs(config(data__path=str(prefix))) == []
+    assert missing_inputs(config()) == []
+
+
+WORLD_SIZES = {"quickstart.toml": 8, "llama-8b-64gpu.toml": 64}
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: p.name)
+def test_every_run_config_is_valid(path: Path) -> None:
+    loaded = load_config(path)
+    require_valid(loaded.config, WORLD_SIZES[path.name], loaded.origins)
+    assert sum(stage_layer_counts(loaded.config)) == loaded.config.model.num_layers
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda p: p.name)
+def test_every_model_config_serves_as_a_base(path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'base = "{path}"\n[data]\nseq_length = 32\n[train]\nsteps = 1\nglobal_batch = 1\n'
+    )
+    loaded = load_config(run)
+    require_valid(loaded.config, origins=loaded.origins)
+
+
+def test_every_file_under_configs_is_covered() -> None:
+    hardware = {p for p in CONFIGS if p.parent.name == "hardware"}
+    assert {*RUNS, *MODELS, *hardware} == set(CONFIGS)
+    assert len(RUNS) >= 2
+    assert len(MODELS) >= 4

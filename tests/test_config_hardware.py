@@ -1,0 +1,65 @@
+"""Hardware presets: known devices by their whole name, everything else unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalite.errors import ConfigError
+from megalite.hardware import find_device, load_hardware, peak_tflops, presets
+
+
+def test_every_preset_loads() -> None:
+    folder = Path(__file__).resolve().parent.parent / "configs" / "hardware"
+    assert set(presets()) == {path.stem for path in folder.glob("*.toml")}
+    assert {"a100", "b200", "h100", "h200"} <= set(presets())
+
+
+def test_no_device_name_stands_in_two_presets() -> None:
+    names = [name for hardware in presets().values() for name in hardware.device_names]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+    ],
+)
+def test_peaks_of_known_devices(device: str, tflops: float) -> None:
+    assert peak_tflops(device, "bfloat16") == tflops
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "NVIDIA H100 PCIe",  # slower than SXM
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",  # a slice
+        "NVIDIA H20",
+        "NVIDIA GeForce RTX 4090",
+        "cpu",
+        "",
+    ],
+)
+def test_similar_and_unknown_devices_are_unknown(device: str) -> None:
+    assert find_device(device) is None
+    assert peak_tflops(device, "bfloat16") is None
+
+
+def test_a_dtype_without_a_figure_is_unknown() -> None:
+    assert peak_tflops("NVIDIA H200", "float64") is None
+
+
+def test_a_wrong_hardware_file_names_file_and_keys(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "x"\ndevice_names = ["x"]\nmemory_gib = "80"\n[peak_tflops]\na = 1\n')
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(path)
+    lines = caught.value.problems
+    assert any("memory_gib=" in line and "needs a number" in line for line in lines)
+    assert any("gpus_per_node is not set" in line for line in lines)
+    assert all(line.startswith(str(path)) for line in lines)
