@@ -1,0 +1,101 @@
+"""Point-to-point transfers between pipeline ranks: one communicator per directed edge, no tags.
+
+Reading order: `Channels` (send, post a receive, finish), then `agree` (what the ranks compare
+before the first message, since a receive of the wrong size would abort the process or fill only a
+part of the buffer without a word). Decides nothing about order: the program does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from megalite.distributed.comm import Handle, all_gather_object, irecv, isend
+from megalite.distributed.mesh import Mesh
+from megalite.errors import ConfigError
+from megalite.pipeline.clock import Clock, Mark, seconds_between
+from megalite.pipeline.stage import Boundary
+from megalite.schedules import Schedule
+
+# Sends kept under way. gloo calls a send done only once it has been waited for; so the oldest is
+# waited for when there are more, which a program that survives blocking sends can always afford.
+_MAX_SENDS = 32
+
+Edge = tuple[int, int]  # sending pipeline rank, receiving pipeline rank
+
+
+class Channels:
+    """This pipeline rank's ends of the channels over which boundary tensors travel."""
+
+    def __init__(self, mesh: Mesh, boundary: Boundary) -> None:
+        self.clock = Clock(mesh.device)
+        self._mesh = mesh
+        self._boundary = boundary
+        self._sends: deque[Handle] = deque()
+        self._waits: list[tuple[Mark, Mark]] = []  # in receives, since they were last taken
+
+    def open(self, edges: list[Edge]) -> None:
+        """Make the communicators and pass one element over each, in the same order on all ranks,
+        so that none is set up lazily in an order that depends on timing.
+        """
+        if edges:
+            self._mesh.create("channels")
+        for edge in edges:
+            if self._mesh.pp.rank in edge:
+                start = isend if self._mesh.pp.rank == edge[0] else irecv
+                start(torch.zeros(1, device=self._mesh.device), self._mesh, *edge).wait()
+
+    def send(self, tensor: Tensor, peer_pp: int) -> None:
+        """Start sending to a pipeline rank; the storage is kept until the send is done."""
+        while self._sends and (self._sends[0].done() or len(self._sends) == _MAX_SENDS):
+            self._sends.popleft().wait()
+        self._sends.append(isend(tensor, self._mesh, self._mesh.pp.rank, peer_pp))
+
+    def receive(self, peer_pp: int) -> Handle:
+        """Post a receive from a pipeline rank into a buffer of its own."""
+        shape, dtype = self._boundary.shape, self._boundary.dtype
+        buffer = torch.empty(shape, dtype=dtype, device=self._mesh.device)
+        return irecv(buffer, self._mesh, peer_pp, self._mesh.pp.rank)
+
+    def wait(self, receive: Handle) -> Tensor:
+        """The received tensor; blocks the host on CPU and the current stream on CUDA."""
+        began = self.clock.mark()
+        message = receive.wait()
+        self._waits.append((began, self.clock.mark()))
+        return message
+
+    def finish(self) -> None:
+        """Wait for the sends that are still under way."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def take_wait_s(self) -> float:
+        """Seconds spent waiting in receives since the last call."""
+        total = sum(seconds_between(began, ended) for began, ended in self._waits)
+        self._waits.clear()
+        return total
+
+
+def edges_of(schedule: Schedule) -> list[Edge]:
+    """Every directed channel a schedule needs, in an order that is the same on all ranks."""
+    edges: dict[Edge, None] = {}
+    for before, after in zip(schedule.place, schedule.place[1:], strict=False):
+        if before != after:
+            edges[before, after] = edges[after, before] = None
+    return list(edges)
+
+
+def agree(mesh: Mesh, boundary: Boundary, program: Schedule) -> None:
+    """Compare boundary and program over the pipeline ranks. All of them raise the same ConfigError
+    if any two differ, before a message could be misread.
+    """
+    what = f"p={program.p} v={program.v} m={program.m}, sha256 {program.digest[:16]}"
+    seen = all_gather_object(f"boundary {boundary}, schedule {what}", mesh.pp)
+    if any(other != seen[0] for other in seen):
+        lines = [f"pipeline rank {pp}: {what}" for pp, what in enumerate(seen)]
+        raise ConfigError(
+            "pipeline ranks were set up differently; start all of them with the same model, "
+            "sequence length, micro batch, dtype and schedule:\n" + "\n".join(lines)
+        )

@@ -1,0 +1,241 @@
+"""One pass of one pipeline rank through its program: one method per kind of action.
+
+The program says what to do and in which order; nothing here knows which schedule it came from.
+Everything under way is kept in tables keyed by (stage, microbatch), which are empty again at the
+end. Builds no program and agrees on nothing (`runtime` does).
+
+Freeing: after a forward only the edge into its graph and the input leaf are kept, the output lives
+until its send is done. A received buffer is used by one microbatch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megalite.distributed.comm import Handle
+from megalite.errors import ConfigError
+from megalite.pipeline.channels import Channels
+from megalite.pipeline.clock import Mark
+from megalite.pipeline.stage import Boundary, Stage
+from megalite.schedules import Action, Schedule
+
+Key = tuple[int, int]  # stage, microbatch
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the runtime reports; a chunk is the index of a stage among those of its rank."""
+
+    on_last_backward_start: Callable[[int], None] | None = None  # chunk, before its last backward
+    on_reduce: Callable[[int], None] | None = None  # chunk, all its gradients are in
+    on_action: Callable[[Action], None] | None = None  # before every action: heartbeat, tests
+
+
+class Pass:
+    """Runs a program once; `train` keeps what its backwards need."""
+
+    def __init__(
+        self,
+        program: Schedule,
+        pp_rank: int,
+        stages: Sequence[Stage],
+        channels: Channels,
+        boundary: Boundary,
+        callbacks: Callbacks,
+        *,
+        train: bool,
+    ) -> None:
+        self.program = program
+        self.pp_rank = pp_rank
+        self.channels = channels
+        self.boundary = boundary
+        self.callbacks = callbacks
+        self.train = train
+        self.actions = program.ranks[pp_rank]
+        self.index = 0
+        self.peak_live = 0  # most (stage, microbatch) pairs held between F and W
+        self.marks: list[Mark] | None = None  # one before each action and one at the end
+        self._chunks = {stage: chunk for chunk, stage in enumerate(program.stages_of(pp_rank))}
+        self._stages = dict(zip(program.stages_of(pp_rank), stages, strict=True))
+        self._last_starts = last_backward_starts(self.actions)
+        self._last_stage = program.num_stages - 1
+        self._edges: dict[Key, GradientEdge] = {}
+        self._inputs: dict[Key, Tensor] = {}
+        self._outputs: dict[Key, Tensor] = {}
+        self._input_grads: dict[Key, Tensor] = {}
+        self._weight_grads: dict[Key, list[Callable[[], None]]] = {}
+        self._received: dict[Action, Handle] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._micro_batches: Sequence[Any] = ()
+        self._run = {
+            "F": self._forward,
+            "B": self._backward_input,
+            "W": self._backward_weight,
+            "BW": self._backward,
+            "SF": self._send_output,
+            "SB": self._send_input_grad,
+            "RF": self._post_receive,
+            "RB": self._post_receive,
+            "REDUCE": self._reduce,
+        }
+
+    def run(self, micro_batches: Sequence[Any], *, trace: bool) -> list[Tensor]:
+        """Losses per microbatch, detached, on the rank of the last stage; [] on the others."""
+        self._micro_batches = micro_batches
+        self.marks = [] if trace else None
+        try:
+            for index, action in enumerate(self.actions):
+                self.index = index
+                self._mark()
+                self._announce(action)
+                self._run[action.kind](action)
+            self._mark()
+            self.channels.finish()
+        except Exception as error:
+            error.add_note(self.where())
+            raise
+        left = (self._edges, self._inputs, self._outputs, self._input_grads)
+        assert not any((*left, self._weight_grads, self._received)), "program left work undone"
+        return [self._losses[mb] for mb in sorted(self._losses)]
+
+    def where(self) -> str:
+        """The current action within its neighbours, for a person who looks at a hang."""
+        first = max(0, self.index - 4)
+        around = [
+            f">>{action}<<" if index == self.index else str(action)
+            for index, action in enumerate(self.actions[: self.index + 5])
+        ][first:]
+        return (
+            f"pipeline rank {self.pp_rank} of {self.program.p}, action {self.index + 1} of "
+            f"{len(self.actions)}: {' '.join(around)}"
+        )
+
+    def _announce(self, action: Action) -> None:
+        if self.callbacks.on_action is not None:
+            self.callbacks.on_action(action)
+        if action in self._last_starts and self.callbacks.on_last_backward_start is not None:
+            self.callbacks.on_last_backward_start(self._chunks[action.stage])
+
+    def _forward(self, action: Action) -> None:
+        key = (action.stage, action.mb)
+        input_tD = self._take_input(action)
+        if input_tD is not None and self.train:
+            input_tD = input_tD.detach().requires_grad_()
+        output = self._stages[action.stage].forward(input_tD, self._micro_batches[action.mb])
+        if self.train:
+            self._edges[key] = get_gradient_edge(output)
+            if input_tD is not None:
+                self._inputs[key] = input_tD
+            self.peak_live = max(self.peak_live, len(self._edges) + len(self._weight_grads))
+        if action.stage == self._last_stage:
+            self._check_loss(action, output)
+            self._losses[action.mb] = output.detach()
+        else:
+            self._check_output(action, output)
+            self._outputs[key] = output.detach()
+
+    def _backward(self, action: Action) -> None:
+        key = (action.stage, action.mb)
+        grad = self._take_output_grad(action)
+        torch.autograd.backward((self._edges.pop(key),), (grad,))
+        if action.stage == 0:
+            return
+        input_grad = self._inputs.pop(key).grad
+        if input_grad is None:
+            raise ConfigError(
+                f"stage {action.stage} gave no gradient for its input: its output must depend on it"
+            )
+        self._input_grads[key] = input_grad
+
+    def _backward_input(self, action: Action) -> None:
+        """The backward with the weight gradients queued instead of computed."""
+        store = self._stages[action.stage].grads
+        queue: list[Callable[[], None]] = []
+        store.deferred = queue
+        try:
+            self._backward(action)
+        finally:
+            store.deferred = None
+        self._weight_grads[action.stage, action.mb] = queue
+
+    def _backward_weight(self, action: Action) -> None:
+        for compute in self._weight_grads.pop((action.stage, action.mb)):
+            compute()
+
+    def _reduce(self, action: Action) -> None:
+        if self.callbacks.on_reduce is not None:
+            self.callbacks.on_reduce(self._chunks[action.stage])
+
+    def _send_output(self, action: Action) -> None:
+        peer_pp = self.program.place[action.stage + 1]
+        self.channels.send(self._outputs.pop((action.stage, action.mb)), peer_pp)
+
+    def _send_input_grad(self, action: Action) -> None:
+        peer_pp = self.program.place[action.stage - 1]
+        self.channels.send(self._input_grads.pop((action.stage, action.mb)), peer_pp)
+
+    def _post_receive(self, action: Action) -> None:
+        peer_pp, _ = self.program.edge_of(action)
+        self._received[action] = self.channels.receive(peer_pp)
+
+    def _take_input(self, action: Action) -> Tensor | None:
+        """None (first stage), the output of the chunk before on this rank, or a message."""
+        stage, mb = action.stage, action.mb
+        if stage == 0:
+            return None
+        if self.program.place[stage - 1] == self.pp_rank:
+            return self._outputs.pop((stage - 1, mb))
+        return self.channels.wait(self._received.pop(Action("RF", stage, mb)))
+
+    def _take_output_grad(self, action: Action) -> Tensor:
+        """Ones (the loss), the gradient of the chunk behind on this rank, or a message."""
+        stage, mb = action.stage, action.mb
+        if stage == self._last_stage:
+            return torch.ones_like(self._losses[mb])
+        if self.program.place[stage + 1] == self.pp_rank:
+            return self._input_grads.pop((stage + 1, mb))
+        return self.channels.wait(self._received.pop(Action("RB", stage, mb)))
+
+    def _check_output(self, action: Action, output: Tensor) -> None:
+        if tuple(output.shape) != self.boundary.shape or output.dtype != self.boundary.dtype:
+            got = Boundary(tuple(output.shape), output.dtype)
+            raise ConfigError(
+                f"stage {action.stage} returned {got}, but stages pass on {self.boundary}; "
+                "make the stage's output and the runtime's boundary the same"
+            )
+
+    def _check_loss(self, action: Action, loss: Tensor) -> None:
+        if loss.dim() != 0:
+            raise ConfigError(
+                f"the last stage ({action.stage}) returned shape {list(loss.shape)}; it must "
+                "return the loss as a scalar"
+            )
+
+    def _mark(self) -> None:
+        if self.marks is not None:
+            self.marks.append(self.channels.clock.mark())
+
+
+def last_backward_starts(actions: Sequence[Action]) -> frozenset[Action]:
+    """For each stage, the action from which on all weight gradients are of the last microbatch.
+
+    That is the last BW, or the last B if its W follows before any other of the stage; when
+    weight gradients are held back, earlier ones still come after the last B: then the last W.
+    """
+    backwards: dict[int, list[Action]] = {}
+    for action in actions:
+        if action.kind in ("B", "W", "BW"):
+            backwards.setdefault(action.stage, []).append(action)
+    starts = set()
+    for stage_actions in backwards.values():
+        start = stage_actions[-1]
+        if stage_actions[-2:-1] == [start._replace(kind="B")]:
+            start = stage_actions[-2]
+        starts.add(start)
+    return frozenset(starts)

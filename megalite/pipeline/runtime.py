@@ -1,0 +1,136 @@
+"""Runs any pipeline schedule on this rank's model chunks: the same lines for every schedule.
+
+Reading order: here (set-up), `interpreter` (one pass), `channels` (messages), `stage` (what a
+model chunk must offer). Knows no model, optimizer or data: chunks and microbatches are passed in
+and looked at only through `Stage`. With one pipeline rank nothing is sent and the same lines run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.distributed.mesh import Mesh
+from megalite.errors import ConfigError
+from megalite.pipeline.channels import Channels, agree, edges_of
+from megalite.pipeline.clock import seconds_between
+from megalite.pipeline.interpreter import Callbacks, Pass
+from megalite.pipeline.stage import Boundary, Stage
+from megalite.schedules import (
+    Action,
+    Durations,
+    Schedule,
+    check_program,
+    forward_schedule,
+    lower,
+)
+from megalite.schedules.simulate import Span
+
+
+class PipelineRuntime:
+    """A schedule, this rank's chunks of the model, and the channels to the neighbours.
+
+    `stages[chunk]` in the order of `schedule.stages_of(mesh.pp.rank)`. All ranks of the world make
+    it at the same point of their set-up. Raises ScheduleError if the schedule is not valid, and
+    ConfigError on all ranks of a pipeline if they disagree about boundary or schedule.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        mesh: Mesh,
+        boundary: Boundary,
+        *,
+        durations: Durations | None = None,
+        on_last_backward_start: Callable[[int], None] | None = None,
+        on_reduce: Callable[[int], None] | None = None,
+        on_action: Callable[[Action], None] | None = None,
+    ) -> None:
+        if schedule.p != mesh.pp.size or len(stages) != schedule.v:
+            raise ConfigError(
+                f"the schedule is for {schedule.p} pipeline ranks with {schedule.v} chunks each, "
+                f"got {mesh.pp.size} ranks and {len(stages)} chunks; make parallel.pp and vpp agree"
+            )
+        self.schedule = schedule
+        self.wait_s = 0.0  # seconds the last run waited in receives
+        self.peak_live = 0  # most (stage, microbatch) pairs the last run held between F and W
+        self.trace: list[Span] = []  # of the last run, seconds from its start, if asked for
+        self._stages = stages
+        self._mesh = mesh
+        self._boundary = boundary
+        self._callbacks = Callbacks(on_last_backward_start, on_reduce, on_action)
+        self._channels = Channels(mesh, boundary)
+        self._pass: Pass | None = None
+        self._forward_programs: dict[int, Schedule] = {}
+        self._program = lower(schedule, durations)
+        check_program(self._program)
+        agree(mesh, boundary, self._program)
+        self._channels.open(edges_of(schedule))
+
+    def run(self, micro_batches: Sequence[Any], *, trace: bool = False) -> list[Tensor]:
+        """Forward and backward of one step. Returns the detached loss share of each microbatch on
+        the rank of the last stage, [] on the others. `trace` fills `self.trace`. An error carries
+        the program around the action it met as a note; messages may then be left in the channels,
+        so with several pipeline ranks the processes must end.
+        """
+        if len(micro_batches) != self.schedule.m:
+            raise ConfigError(
+                f"the schedule has {self.schedule.m} microbatches, got {len(micro_batches)}"
+            )
+        return self._run(self._program, micro_batches, train=True, trace=trace)
+
+    def run_forward(self, micro_batches: Sequence[Any], *, trace: bool = False) -> list[Tensor]:
+        """Forwards only, without gradients, for any number >= 1 of microbatches; returns as `run`.
+
+        The first use with a number of microbatches compares the program over the pipeline.
+        """
+        program = self._forward_program(len(micro_batches))
+        with torch.no_grad():
+            return self._run(program, micro_batches, train=False, trace=trace)
+
+    def where(self) -> str:
+        """What this rank is doing, with the program around it; callable from another thread."""
+        current = self._pass
+        return "pipeline: not running" if current is None else current.where()
+
+    def _run(
+        self, program: Schedule, micro_batches: Sequence[Any], *, train: bool, trace: bool
+    ) -> list[Tensor]:
+        current = self._pass = Pass(
+            program,
+            self._mesh.pp.rank,
+            self._stages,
+            self._channels,
+            self._boundary,
+            self._callbacks,
+            train=train,
+        )
+        losses = current.run(micro_batches, trace=trace)
+        self._pass = None
+        self.peak_live = current.peak_live
+        self.wait_s = self._channels.take_wait_s()
+        self.trace = _spans(current) if trace else []
+        return losses
+
+    def _forward_program(self, num_micro_batches: int) -> Schedule:
+        if num_micro_batches not in self._forward_programs:
+            schedule = forward_schedule(self.schedule.p, self.schedule.v, num_micro_batches)
+            assert schedule.place == self.schedule.place, "evaluation knows looped placement only"
+            program = lower(schedule)
+            check_program(program, forward_only=True)
+            agree(self._mesh, self._boundary, program)
+            self._forward_programs[num_micro_batches] = program
+        return self._forward_programs[num_micro_batches]
+
+
+def _spans(finished: Pass) -> list[Span]:
+    assert finished.marks is not None
+    at = [seconds_between(finished.marks[0], mark) for mark in finished.marks]
+    return [
+        Span(action, start, end)
+        for action, start, end in zip(finished.actions, at[:-1], at[1:], strict=True)
+    ]

@@ -1,0 +1,213 @@
+"""Proves a schedule or a program right before anything runs, or says where it is wrong.
+
+`check_schedule` takes compute actions only, `check_program` what `lower` returns. Every
+ScheduleError names rank, index and action. Does not repair anything and does not judge speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megalite.errors import ScheduleError
+from megalite.schedules.action import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    RECEIVES,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    REDUCE,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    SENDS,
+    Action,
+    Schedule,
+    provides,
+    requires,
+    send_of,
+)
+from megalite.schedules.models import MODELS, run_model
+from megalite.schedules.simulate import Durations, peak_live, simulate
+
+
+def check_schedule(
+    schedule: Schedule, *, forward_only: bool = False, max_live: Sequence[int] | None = None
+) -> None:
+    """Raise ScheduleError unless every stage computes every microbatch exactly once, on its own
+    rank, after its inputs, with gradients in microbatch order, without a deadlock, and with at
+    most `max_live[rank]` (stage, microbatch) pairs held.
+    """
+    _check_kinds(schedule, COMPUTE)
+    _check_compute(schedule, _results(schedule, forward_only), max_live)
+
+
+def check_program(
+    program: Schedule, *, forward_only: bool = False, max_live: Sequence[int] | None = None
+) -> None:
+    """Raise ScheduleError unless the compute actions pass `check_schedule`, every needed transfer
+    is there once, in its place and in the same order on both ends of its channel, every stage is
+    reduced once after its last gradient, and the program finishes on every communicator model.
+    """
+    _check_kinds(program, COMPUTE | SENDS | RECEIVES | {REDUCE})
+    expected = [*_results(program, forward_only), *_transfers(program, forward_only)]
+    if not forward_only:
+        expected += [Action(REDUCE, stage) for stage in range(program.num_stages)]
+    _check_compute(program, expected, max_live)
+    _check_arrivals(program)
+    _check_reduce(program)
+    _check_channels(program)
+    for model in MODELS:
+        run_model(program, model)
+
+
+def _check_compute(
+    schedule: Schedule, expected: list[Action], max_live: Sequence[int] | None
+) -> None:
+    _check_complete(schedule, expected)
+    _check_local_order(schedule)
+    _check_gradient_order(schedule)
+    simulate(schedule, Durations.even(schedule.p, schedule.v))
+    if max_live is not None:
+        _check_memory(schedule, max_live)
+
+
+def _error(rank: int, index: int, action: Action, what: str) -> ScheduleError:
+    return ScheduleError(f"rank {rank}, index {index}, action {action}: {what}")
+
+
+def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    for rank, actions in enumerate(schedule.ranks):
+        for index, action in enumerate(actions):
+            yield rank, index, action
+
+
+def _check_kinds(schedule: Schedule, kinds: frozenset[str]) -> None:
+    """Known kinds, existing stages and microbatches, each on the rank that owns the stage."""
+    for rank, index, action in _walk(schedule):
+        if action.kind not in kinds:
+            allowed = ", ".join(sorted(kinds))
+            raise _error(rank, index, action, f"kind {action.kind!r} is not one of {allowed}")
+        if not 0 <= action.stage < schedule.num_stages:
+            raise _error(rank, index, action, f"there are only {schedule.num_stages} stages")
+        if (action.mb != -1) if action.kind == REDUCE else not 0 <= action.mb < schedule.m:
+            raise _error(rank, index, action, f"microbatch is not in 0..{schedule.m - 1}")
+        if schedule.place[action.stage] != rank:
+            owner = schedule.place[action.stage]
+            raise _error(rank, index, action, f"stage {action.stage} lives on rank {owner}")
+
+
+def _results(schedule: Schedule, forward_only: bool) -> list[Action]:
+    """Every result a step must make."""
+    kinds = [FORWARD] if forward_only else [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]
+    stages, batches = range(schedule.num_stages), range(schedule.m)
+    return [Action(kind, stage, mb) for kind in kinds for stage in stages for mb in batches]
+
+
+def _transfers(schedule: Schedule, forward_only: bool) -> list[Action]:
+    """Every send and receive a step must make: one of each where neighbours are on two ranks."""
+    transfers = []
+    for stage in range(1, schedule.num_stages):
+        if schedule.place[stage - 1] == schedule.place[stage]:
+            continue
+        for mb in range(schedule.m):
+            transfers += [Action(SEND_FORWARD, stage - 1, mb), Action(RECV_FORWARD, stage, mb)]
+            if not forward_only:
+                transfers += [
+                    Action(SEND_BACKWARD, stage, mb),
+                    Action(RECV_BACKWARD, stage - 1, mb),
+                ]
+    return transfers
+
+
+def _check_complete(schedule: Schedule, expected: list[Action]) -> None:
+    """Nothing twice, nothing missing, nothing that is not called for."""
+    wanted = set(expected)
+    seen: dict[Action, int] = {}
+    for rank, index, action in _walk(schedule):
+        for result in provides(action) or (action,):
+            if result in seen:
+                raise _error(rank, index, action, f"{result} was already done at {seen[result]}")
+            if result not in wanted:
+                raise _error(rank, index, action, "nothing in this step calls for it")
+            seen[result] = index
+    for result in expected:
+        if result not in seen:
+            rank = schedule.place[result.stage]
+            raise _error(rank, len(schedule.ranks[rank]), result, "it is missing from the list")
+
+
+def _check_local_order(schedule: Schedule) -> None:
+    """What an action needs from its own rank comes earlier in the rank's list."""
+    for rank, actions in enumerate(schedule.ranks):
+        done: set[Action] = set()
+        for index, action in enumerate(actions):
+            for need in requires(action, schedule.num_stages):
+                if schedule.place[need.stage] == rank and need not in done:
+                    raise _error(rank, index, action, f"{need} must come before it")
+            done.update(provides(action))
+
+
+def _check_gradient_order(schedule: Schedule) -> None:
+    """A stage's gradients are added in microbatch order: the same bits as in one process."""
+    latest: dict[tuple[str, int], int] = {}
+    for rank, index, action in _walk(schedule):
+        for kind, stage, mb in provides(action):
+            if kind != FORWARD and mb < latest.get((kind, stage), -1):
+                last = latest[kind, stage]
+                raise _error(rank, index, action, f"comes after microbatch {last} of its stage")
+            latest[kind, stage] = mb
+
+
+def _check_memory(schedule: Schedule, max_live: Sequence[int]) -> None:
+    for rank, (peak, most) in enumerate(zip(peak_live(schedule), max_live, strict=True)):
+        if peak > most:
+            live = 0
+            for index, action in enumerate(schedule.ranks[rank]):
+                live += action.kind == FORWARD
+                if live > most:
+                    what = f"the {live}th live activation, {most} are allowed (peak {peak})"
+                    raise _error(rank, index, action, what)
+                live -= BACKWARD_WEIGHT in [result.kind for result in provides(action)]
+
+
+def _check_arrivals(program: Schedule) -> None:
+    """A result that comes from another rank is received before it is used."""
+    for rank, actions in enumerate(program.ranks):
+        received: set[Action] = set()
+        for index, action in enumerate(actions):
+            if action.kind in RECEIVES:
+                received.add(send_of(action))
+            if action.kind not in COMPUTE:
+                continue
+            for need in requires(action, program.num_stages):
+                remote = program.place[need.stage] != rank
+                if remote and need._replace(kind=f"S{need.kind}") not in received:
+                    raise _error(rank, index, action, f"{need} must be received before it")
+
+
+def _check_reduce(program: Schedule) -> None:
+    """A stage is reduced after its last gradient."""
+    reduced: set[int] = set()
+    for rank, index, action in _walk(program):
+        if action.kind == REDUCE:
+            reduced.add(action.stage)
+        elif action.stage in reduced and action.kind in COMPUTE:
+            raise _error(rank, index, action, f"comes after REDUCE{action.stage}")
+
+
+def _check_channels(program: Schedule) -> None:
+    """On every directed channel the receives come in the order of the sends."""
+    sends: dict[tuple[int, int], list[Action]] = {}
+    for _, _, action in _walk(program):
+        if action.kind in SENDS:
+            sends.setdefault(program.edge_of(action), []).append(action)
+    taken: dict[tuple[int, int], int] = {}
+    for rank, index, action in _walk(program):
+        if action.kind in RECEIVES:
+            edge = program.edge_of(action)
+            position = taken.get(edge, 0)
+            taken[edge] = position + 1
+            if sends[edge][position] != send_of(action):
+                what = f"channel {edge[0]}->{edge[1]} delivers {sends[edge][position]} here"
+                raise _error(rank, index, action, what)
