@@ -1,0 +1,99 @@
+"""Data-parallel reduction of one chunk's gradients, bucket by bucket, overlapped with backward.
+
+A bucket's reduction starts when its last contribution of the step is in and every earlier bucket
+of the chunk has started: launches are in bucket order on every rank, whatever order gradients
+come in. The operation is a sum (the loss is divided by the step's token count already). This
+module knows nothing of tp, tied weights, norms or optimizer state.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megalite.distributed import comm
+from megalite.distributed.mesh import Axis
+from megalite.optim.buffers import Chunk, ChunkBuffers
+
+
+class Handle(Protocol):
+    """A collective in flight; `wait` makes its result usable on this rank."""
+
+    def wait(self) -> object: ...
+
+
+class GradReducer:
+    """Reduces a chunk's gradient buffer over `axis`, in place.
+
+    `scatter`: reduce-scatter, each rank is left with its own part of each bucket and rubbish in
+    the rest; otherwise all-reduce. `overlap` off: everything starts in `wait`, same numbers.
+    """
+
+    def __init__(
+        self, chunk: Chunk, buffers: ChunkBuffers, axis: Axis, scatter: bool, overlap: bool
+    ) -> None:
+        self._chunk, self._buffers, self._axis = chunk, buffers, axis
+        self._scatter, self._overlap = scatter, overlap
+        self._bucket_of = {
+            id(slot.param): index
+            for index, bucket in enumerate(buffers.buckets)
+            for slot in bucket.slots
+        }
+        self._awaited: dict[int, int] = {}  # contributions to come, by parameter
+        self._open: list[int] = []  # parameters of each bucket that still await contributions
+        self._handles: list[Handle] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Zero the gradients; the next reductions are a new step's."""
+        assert not self._handles, "a step began while gradient reductions were in flight"
+        self._buffers.grads.zero_()
+
+    def expect_last(self) -> None:
+        """Every contribution from now on, `spec.uses` a parameter, is the step's last."""
+        if not self._overlap:
+            return
+        buckets = self._buffers.buckets
+        trained = [[s for s in b.slots if s.param.requires_grad] for b in buckets]
+        self._awaited = {id(s.param): s.spec.uses for slots in trained for s in slots}
+        self._open = [len(slots) for slots in trained]
+        self._chunk.grads.listener = self._contributed
+
+    def finish(self) -> None:
+        """The chunk's last backward is done: start what has not started, in bucket order."""
+        self._chunk.grads.listener = None
+        if self._overlap:
+            self._launch_all()
+
+    def wait(self) -> None:
+        """Start what is left and wait for all; afterwards the reduced gradients may be read."""
+        self._chunk.grads.listener = None
+        self._launch_all()
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+
+    def _contributed(self, param: nn.Parameter) -> None:
+        key = id(param)
+        self._awaited[key] -= 1
+        assert self._awaited[key] >= 0, "a gradient came in after its last expected contribution"
+        if self._awaited[key] > 0:
+            return
+        self._open[self._bucket_of[key]] -= 1
+        while len(self._handles) < len(self._open) and self._open[len(self._handles)] == 0:
+            self._launch_next()
+
+    def _launch_all(self) -> None:
+        while len(self._handles) < len(self._buffers.buckets):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buffers.buckets[len(self._handles)]
+        grads = self._buffers.grads[bucket.start : bucket.stop]
+        if self._scatter:
+            handle = comm.reduce_scatter_into(grads, self._axis, async_op=True)
+        else:
+            handle = comm.all_reduce(grads, self._axis, async_op=True)
+        self._handles.append(handle)

@@ -1,0 +1,72 @@
+"""The global gradient norm, the non-finite check and clipping. Updates no weights.
+
+Norm: the 2-norm over every parameter of the whole model, each counted once: a parameter that all
+tp ranks hold counts on tp rank 0 only, the second copy of a tied weight never, and replicas of one
+dp_cp group count once. Squares are summed in float64; one all-reduce over the world makes the
+result the same bits on every rank, so every rank takes the same decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.distributed import comm
+from megalite.distributed.mesh import Axis
+from megalite.errors import MegaliteError
+
+_BLOCK = 1 << 22  # elements converted to float64 at a time: bounds the temporary to 32 MiB
+
+
+class NonFiniteGradientError(MegaliteError):
+    """Gradients are not finite and the settings say to stop (or too many steps were skipped)."""
+
+
+@dataclass(frozen=True)
+class GradNorm:
+    """The norm before clipping, and on how many ranks some gradient is inf or nan."""
+
+    value: float
+    num_bad_ranks: int
+
+    @property
+    def finite(self) -> bool:
+        return self.num_bad_ranks == 0 and math.isfinite(self.value)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """Sum of squares of a 1-D tensor, accumulated in float64; a 0-d float64 tensor."""
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for block in torch.split(x, _BLOCK):
+        wide = block.double()
+        total += torch.dot(wide, wide)
+    return total
+
+
+@torch.no_grad()
+def global_norm(
+    counted: Sequence[Tensor], uncounted: Sequence[Tensor], world: Axis, device: torch.device
+) -> GradNorm:
+    """Norm over all ranks' `counted` gradients; `uncounted` ones are only checked to be finite.
+
+    Both may be empty (a stage without parameters): the collective happens on every rank.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for x in counted:
+        sums[0] += square_sum(x)
+    others = torch.zeros((), dtype=torch.float64, device=device)
+    for x in uncounted:
+        others += square_sum(x)
+    sums[1] = (~torch.isfinite(sums[0] + others)).double()
+    comm.all_reduce(sums, world)
+    squares, bad = sums.tolist()
+    return GradNorm(math.sqrt(squares) if squares >= 0 else math.nan, int(bad))
+
+
+def clip_coefficient(norm: float, clip: float | None) -> float:
+    """Factor for every gradient: `min(1, clip / (norm + 1e-6))`, 1 when `clip` is None."""
+    return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))

@@ -1,0 +1,102 @@
+"""What the optimizer hands to checkpoints, and what it counts in memory. Reads and writes no files.
+
+State kinds, the first part of a state's name: `param` (the weight: fp32 master for bf16
+parameters, else the parameter itself), `exp_avg`, `exp_avg_sq`. The second part is `spec.name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalite.distributed.mesh import Mesh
+from megalite.optim.buffers import ChunkBuffers
+from megalite.optim.shard import ChunkShard, Piece
+from megalite.sharding import ShardSpec
+
+STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One rank's part of one state: [start, stop) of the tp-local tensor, flat and row-major.
+
+    `tensor` is a 1-D view of the live state: copying into it loads. `owner` is true on exactly
+    one of the ranks that hold these numbers: that one saves; every rank loads.
+    """
+
+    name: str
+    spec: ShardSpec
+    start: int
+    stop: int
+    tensor: Tensor
+    owner: bool
+
+
+def owns(spec: ShardSpec, mesh: Mesh, zero: int) -> bool:
+    """Whether this rank stands for a parameter in norms and checkpoints; replicas do not."""
+    first_tp = spec.shard_dim is not None or mesh.tp.rank == 0
+    first_dp = zero == 1 or mesh.dp_cp.rank == 0
+    return first_tp and first_dp and not spec.copy
+
+
+def state_tensors(pieces: Iterable[Piece], mesh: Mesh, zero: int) -> list[StateTensor]:
+    """The states of all pieces, kind by kind within each piece."""
+    return [
+        StateTensor(f"{kind}/{p.spec.name}", p.spec, p.start, p.stop, tensor, owner)
+        for p in pieces
+        for owner in [owns(p.spec, mesh, zero)]
+        for kind, tensor in zip(STATE_KINDS, (p.weight, p.exp_avg, p.exp_avg_sq), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of this rank's weights, gradients and optimizer state, counted from real tensors.
+
+    In bf16 with ZeRO-1 over D ranks, `total_bytes` is (6 + 12 / D) bytes times
+    (`num_parameters` + `num_padding`); `num_*` are elements of this rank's chunks.
+    """
+
+    num_parameters: int
+    num_padding: int
+    param_bytes: int
+    grad_bytes: int
+    master_bytes: int
+    exp_avg_bytes: int
+    exp_avg_sq_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Masters and moments: what ZeRO shards."""
+        return self.master_bytes + self.exp_avg_bytes + self.exp_avg_sq_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.param_bytes + self.grad_bytes + self.state_bytes
+
+    @property
+    def padding_bytes(self) -> float:
+        """The padding's share of `total_bytes`; an average, as shards hold unequal padding."""
+        numel = self.num_parameters + self.num_padding
+        return self.total_bytes * self.num_padding / numel if numel else 0.0
+
+
+def memory_report(buffers: list[ChunkBuffers], shards: list[ChunkShard]) -> MemoryReport:
+    """Count the storage behind the buffers of all chunks of this rank."""
+    masters = [shard.master for shard in shards if shard.master is not None]
+    return MemoryReport(
+        num_parameters=sum(b.num_parameters for b in buffers),
+        num_padding=sum(b.padding for b in buffers),
+        param_bytes=_storage_bytes(b.params for b in buffers),
+        grad_bytes=_storage_bytes(b.grads for b in buffers),
+        master_bytes=_storage_bytes(masters),
+        exp_avg_bytes=_storage_bytes(s.exp_avg for s in shards),
+        exp_avg_sq_bytes=_storage_bytes(s.exp_avg_sq for s in shards),
+    )
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

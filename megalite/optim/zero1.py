@@ -1,0 +1,254 @@
+"""The distributed optimizer: AdamW with gradients reduced, and state sharded, over dp_cp (ZeRO-1).
+
+Reading order: buffers (memory), shard (what this rank owns), grad_reduce, param_gather, norm,
+adamw, then `DistributedOptimizer.step` here, which is the order of everything after backward:
+
+    dp reduction -> sum over tp of partial gradients -> sum of tied weights over embedding
+    -> global norm -> non-finite policy -> clip -> AdamW -> masters to parameters -> gather
+
+Everything after the dp reduction touches only this rank's part. `zero=0` is the same code with
+one shard, all-reduce in place of reduce-scatter, and no gather. It decides no learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megalite.config import OptimizerConfig
+from megalite.distributed import comm
+from megalite.distributed.mesh import Axis, Mesh
+from megalite.optim.adamw import adamw_update
+from megalite.optim.buffers import Chunk, ChunkBuffers
+from megalite.optim.grad_reduce import GradReducer
+from megalite.optim.norm import GradNorm, NonFiniteGradientError, clip_coefficient, global_norm
+from megalite.optim.param_gather import ParamGather
+from megalite.optim.shard import ChunkShard, Piece
+from megalite.optim.state import MemoryReport, StateTensor, memory_report, owns, state_tensors
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on every rank. `grad_norm` is the norm *before* clipping."""
+
+    grad_norm: float
+    clip_coefficient: float
+    skipped: bool
+    num_bad_ranks: int  # ranks with inf or nan among their gradients
+    num_updates: int  # updates applied so far: AdamW's t
+
+
+class DistributedOptimizer:
+    """Owns the memory of all parameters and gradients of this rank's chunks, and updates them.
+
+    Call `begin_step`, then for each chunk `expect_last` before and `finish_chunk` after its last
+    backward, then `step`. Parameters may be read after `wait_params`, or section by section in
+    forward: each chunk's `before` hook is set to `wait_section`.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        mesh: Mesh,
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._mesh, self._config, self._device = mesh, config, device
+        names = [spec.name for chunk in chunks for _, spec in chunk.named_params()]
+        assert len(set(names)) == len(names), "a parameter is on this rank twice"
+        axis, sharded = mesh.dp_cp, config.zero == 1
+        self._buffers = [
+            ChunkBuffers(chunk, dtype, device, config.bucket_mb, axis.size) for chunk in chunks
+        ]
+        owned = (axis.size, axis.rank) if sharded else (1, 0)
+        self._shards = [ChunkShard(buffers, *owned) for buffers in self._buffers]
+        self._reducers = [
+            GradReducer(chunk, buffers, axis, sharded, config.overlap_grad_reduce)
+            for chunk, buffers in zip(chunks, self._buffers, strict=True)
+        ]
+        self._gathers = [
+            ParamGather(chunk, buffers, axis)
+            for chunk, buffers in zip(chunks, self._buffers, strict=True)
+        ]
+        self._bucket_shards = [s for chunk_shard in self._shards for s in chunk_shard.shards]
+        self._pieces = [piece for shard in self._bucket_shards for piece in shard.pieces()]
+        self._runs = [run for shard in self._bucket_shards for run in shard.runs()]
+        self._counted, self._uncounted = self._split_counted()
+        self._step_tensor = torch.zeros((), dtype=torch.float32, device=device)
+        self._num_updates = 0
+        self._num_skips = 0  # in a row
+        for index, chunk in enumerate(chunks):
+            chunk.before = partial(self.wait_section, index)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates applied so far; skipped steps do not count."""
+        return self._num_updates
+
+    def begin_step(self) -> None:
+        """Zero all gradients."""
+        for reducer in self._reducers:
+            reducer.begin()
+
+    def expect_last(self, chunk_index: int) -> None:
+        """The chunk's contributions from now on are its last of the step: reduce as they fill."""
+        self._reducers[chunk_index].expect_last()
+
+    def finish_chunk(self, chunk_index: int) -> None:
+        """All contributions of the chunk are in: start the reductions that have not started."""
+        self._reducers[chunk_index].finish()
+
+    def step(self, lr: float) -> StepResult:
+        """Reduce, clip and apply one update with rate `lr`.
+
+        Raises NonFiniteGradientError, on every rank alike and with all state untouched, when
+        gradients are not finite and `non_finite` is "stop", or "skip" skipped `max_skips` already.
+        """
+        for reducer in self._reducers:
+            reducer.wait()
+        self.wait_params()
+        self._sum_partial()
+        self._sum_tied()
+        norm = global_norm(self._counted, self._uncounted, self._mesh.world, self._device)
+        if not norm.finite:
+            self._skip_or_stop(norm)
+            return StepResult(norm.value, 1.0, True, norm.num_bad_ranks, self._num_updates)
+        self._num_skips = 0
+        coefficient = clip_coefficient(norm.value, self._config.clip_grad)
+        self._update(lr, coefficient)
+        return StepResult(norm.value, coefficient, False, 0, self._num_updates)
+
+    def wait_section(self, chunk_index: int, section: int) -> None:
+        """Wait until the parameters of one section of a chunk hold the last update."""
+        self._gathers[chunk_index].wait_section(section)
+
+    def wait_params(self) -> None:
+        """Wait until all parameters hold the last update."""
+        for gather in self._gathers:
+            gather.wait()
+
+    def named_state(self) -> list[StateTensor]:
+        """This rank's state, as live views; see `StateTensor` for what to save and load.
+
+        Waits for parameters, so that nothing else is writing while the views are used.
+        """
+        self.wait_params()
+        return state_tensors(self._pieces, self._mesh, self._config.zero)
+
+    def named_grads(self) -> list[StateTensor]:
+        """Main gradients of this rank's part, as live views: reduced and clipped after `step`."""
+        return [
+            StateTensor(
+                f"grad/{p.spec.name}",
+                p.spec,
+                p.start,
+                p.stop,
+                p.grad,
+                owns(p.spec, self._mesh, self._config.zero),
+            )
+            for p in self._pieces
+        ]
+
+    def scalars(self) -> dict[str, int]:
+        """State that is not a tensor, the same on every rank."""
+        return {"num_updates": self._num_updates, "num_skips": self._num_skips}
+
+    def load_scalars(self, scalars: dict[str, int]) -> None:
+        """Restore what `scalars` gave."""
+        self._num_updates, self._num_skips = scalars["num_updates"], scalars["num_skips"]
+
+    def after_load(self) -> None:
+        """Bring parameters in line after state was copied into the `named_state` views."""
+        self._publish(wait=True)
+
+    def sync_masters_from_params(self) -> None:
+        """Bring masters in line after parameters were written directly (weights-only load).
+
+        Every rank must have written all of its parameters, after `wait_params`.
+        """
+        self.wait_params()
+        for shard in self._shards:
+            shard.masters_from_params()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of this rank's parameters, gradients and state, counted from the tensors."""
+        return memory_report(self._buffers, self._shards)
+
+    def _split_counted(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradient ranges that this rank adds to the norm, and those that another rank adds."""
+        counted: list[Tensor] = []
+        others: list[Tensor] = []
+        for shard in self._bucket_shards:
+            for i, j, mine in shard.split(lambda s: owns(s.spec, self._mesh, self._config.zero)):
+                (counted if mine else others).append(shard.grad[i:j])
+        return counted, others
+
+    @torch.no_grad()
+    def _sum_partial(self) -> None:
+        """Complete the gradients of which each tp rank holds a part, in one packed all-reduce."""
+        grads = [piece.grad for piece in self._pieces if piece.spec.partial]
+        _packed_all_reduce(grads, self._mesh.tp)
+
+    @torch.no_grad()
+    def _sum_tied(self) -> None:
+        """Give both copies of a tied weight the sum of their gradients, in place."""
+        for shard in self._bucket_shards:
+            if shard.bucket.shared:
+                comm.all_reduce(shard.grad, self._mesh.embedding)
+
+    @torch.no_grad()
+    def _update(self, lr: float, coefficient: float) -> None:
+        if coefficient < 1.0:
+            for shard in self._bucket_shards:
+                shard.grad.mul_(coefficient)
+        self._num_updates += 1
+        self._step_tensor.fill_(self._num_updates)
+        adamw_update(self._runs, self._config, lr, self._step_tensor)
+        self._publish(wait=not self._config.overlap_param_gather)
+
+    def _publish(self, wait: bool) -> None:
+        """Masters to parameters, then every rank's part to every rank."""
+        for shard in self._shards:
+            shard.params_from_masters()
+        if self._config.zero == 1:
+            for gather in self._gathers:
+                gather.launch()
+            if wait:
+                self.wait_params()
+
+    def _skip_or_stop(self, norm: GradNorm) -> None:
+        skipping = self._config.non_finite == "skip"
+        if skipping and self._num_skips < self._config.max_skips:
+            self._num_skips += 1
+            return
+        names = _non_finite_names(self._pieces)
+        raise NonFiniteGradientError(
+            f"gradients of update {self._num_updates + 1} are not finite: norm {norm.value}, on "
+            f"{norm.num_bad_ranks} ranks (here: {', '.join(names) or 'none'})"
+            + (f", after {self._num_skips} skipped steps in a row" if skipping else "")
+            + "; weights and optimizer state are as before this update. Lower optimizer.lr, check "
+            + "the data, or "
+            + ("raise optimizer.max_skips" if skipping else 'set optimizer.non_finite = "skip"')
+        )
+
+
+def _packed_all_reduce(tensors: Sequence[Tensor], axis: Axis) -> None:
+    """Sum 1-D tensors over `axis` in place, with one collective; none when there is nothing."""
+    if not tensors or axis.size == 1:
+        return
+    packed = torch.cat(list(tensors))
+    comm.all_reduce(packed, axis)
+    totals = torch.split(packed, [tensor.numel() for tensor in tensors])
+    for tensor, total in zip(tensors, totals, strict=True):
+        tensor.copy_(total)
+
+
+def _non_finite_names(pieces: Sequence[Piece], limit: int = 4) -> list[str]:
+    """Names of the first parameters whose owned gradients are not finite."""
+    bad = [piece.spec.name for piece in pieces if not bool(torch.isfinite(piece.grad).all())]
+    return bad[:limit]

@@ -1,0 +1,110 @@
+"""State as checkpoints see it: who owns what, and loading it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.optim.synthetic import differing_replicas, draw, local_part, make, stage_sections, train
+from tests.pool import RankContext, RankPool
+
+
+def list_state(ctx: RankContext, zero: int, dtype: torch.dtype) -> list[Any]:
+    """(name, tp block, start, stop, owner) of every state tensor of this rank."""
+    mesh = ctx.mesh(tp=2, pp=2)
+    _, optimizer = make(mesh, dtype, zero=zero)
+    return [
+        (s.name, mesh.tp.rank if s.spec.shard_dim is not None else 0, s.start, s.stop, s.owner)
+        for s in optimizer.named_state()
+        if s.tensor.numel() == s.stop - s.start and s.tensor.dim() == 1
+    ]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_owners_cover_every_number_exactly_once(
+    pool: RankPool, zero: int, dtype: torch.dtype
+) -> None:
+    ranks = pool.run(list_state, 8, zero, dtype)
+    ranges: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for name, block, start, stop, owner in (item for rank in ranks for item in rank):
+        if owner:
+            ranges.setdefault((name, block), []).append((start, stop))
+    specs = [spec for section in stage_sections(0, 1) for spec in section]
+    assert set(ranges) == {
+        (f"{kind}/{spec.name}", block)
+        for spec in specs
+        for kind in ("param", "exp_avg", "exp_avg_sq")
+        for block in ((0, 1) if spec.shard_dim is not None else (0,))
+    }
+    numels = {spec.name: torch.Size(spec.local_shape(2)).numel() for spec in specs}
+    for (name, _), parts in ranges.items():
+        ends = [0]
+        for start, stop in sorted(parts):
+            assert start == ends[-1] < stop
+            ends.append(stop)
+        assert ends[-1] == numels[name.split("/")[1]]
+
+
+def save_and_load(ctx: RankContext, zero: int, dtype: torch.dtype) -> tuple[bool, bool, list[str]]:
+    """Whether two steps, a load into a fresh optimizer and two steps equal four steps, bitwise."""
+    mesh = ctx.mesh(tp=2, pp=2)
+    chunks, optimizer = make(mesh, dtype, zero=zero)
+    train(chunks, optimizer, mesh, 2)
+    saved = {s.name + str(s.start): s.tensor.clone() for s in optimizer.named_state()}
+    scalars = optimizer.scalars()
+    train(chunks, optimizer, mesh, 2, first_step=2)
+    optimizer.wait_params()
+
+    fresh, loaded = make(mesh, dtype, zero=zero)
+    for chunk in fresh:
+        for param, _ in chunk.named_params():
+            param.data.fill_(7.0)
+    for state in loaded.named_state():
+        state.tensor.copy_(saved[state.name + str(state.start)])
+    loaded.load_scalars(scalars)
+    loaded.after_load()
+    train(fresh, loaded, mesh, 2, first_step=2)
+    loaded.wait_params()
+    pairs = zip(chunks, fresh, strict=True)
+    params = [
+        torch.equal(a, b)
+        for x, y in pairs
+        for (a, _), (b, _) in zip(x.named_params(), y.named_params(), strict=True)
+    ]
+    states = zip(optimizer.named_state(), loaded.named_state(), strict=True)
+    same = [torch.equal(a.tensor, b.tensor) for a, b in states]
+    return all(params), all(same), differing_replicas(fresh, mesh)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_loading_equals_never_stopping(pool: RankPool, zero: int, dtype: torch.dtype) -> None:
+    ranks = pool.run(save_and_load, 8, zero, dtype)
+    assert ranks == [(True, True, [])] * 8
+
+
+def step_after_weights_only(ctx: RankContext, zero: int, sync: bool) -> float:
+    """Largest distance from the loaded weights after one tiny step, over bf16 parameters."""
+    mesh = ctx.mesh()
+    chunks, optimizer = make(mesh, torch.bfloat16, zero=zero)
+    loaded = []
+    for param, spec in chunks[0].named_params():
+        weight = local_part(draw("other", spec.name)(spec.shape), spec, mesh).bfloat16()
+        param.data.copy_(weight)
+        loaded.append(weight)
+    if sync:
+        optimizer.sync_masters_from_params()
+    train(chunks, optimizer, mesh, 1, lr=1e-6)
+    optimizer.wait_params()
+    pairs = zip(chunks[0].named_params(), loaded, strict=True)
+    return max(float((param.detach() - weight).abs().max()) for (param, _), weight in pairs)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_weights_only_load_survives_the_first_step(pool: RankPool, zero: int) -> None:
+    """B10: masters follow loaded weights; left at their initial values they throw them away."""
+    assert max(pool.run(step_after_weights_only, 2, zero, True)) <= 2e-6
+    assert min(pool.run(step_after_weights_only, 2, zero, False)) > 0.1
