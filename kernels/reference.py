@@ -1,0 +1,285 @@
+"""The operations in plain torch: their definition, the CPU path, and the oracle of every test.
+
+Shapes: T tokens, D model, F feed-forward, N query heads, K key/value heads, H head dim,
+V vocabulary; lower case = this rank's shard. Storage dtype in, storage dtype out; everything that
+sums (norms, softmax, loss, weight gradients) is computed in at least float32. On CPU, matrix
+products of 16-bit tensors are computed in float32 and rounded once: the machine has no fast 16-bit
+product, and the stored values are the same as with a float32 accumulator.
+
+Functions that end in `_` write into their first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows per block of the loss: keeps temporaries near 1 MiB of float32, inside a core's cache.
+_LOSS_BLOCK_ELEMENTS = 1 << 18
+
+
+def _low_precision_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- matrix products -----------------------------------------------------------------------------
+
+
+def linear(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """y[T, F] = x[T, D] @ weight[F, D]^T."""
+    if _low_precision_on_cpu(x_TD):
+        return (x_TD.float() @ weight_FD.float().t()).to(x_TD.dtype)
+    return x_TD @ weight_FD.t()
+
+
+def linear_input_grad(dy_TF: Tensor, weight_FD: Tensor) -> Tensor:
+    """dx[T, D] = dy[T, F] @ weight[F, D]."""
+    if _low_precision_on_cpu(dy_TF):
+        return (dy_TF.float() @ weight_FD.float()).to(dy_TF.dtype)
+    return dy_TF @ weight_FD
+
+
+def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> None:
+    """buffer[F, D] += dy[T, F]^T @ x[T, D], summed in the buffer's dtype.
+
+    The product of 16-bit inputs is never rounded to 16 bits on its way into a float32 buffer.
+    """
+    if buffer_FD.dtype == dy_TF.dtype:
+        buffer_FD.addmm_(dy_TF.t(), x_TD)
+    elif dy_TF.device.type == "cpu":
+        buffer_FD.addmm_(dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype))
+    else:
+        torch.addmm(buffer_FD, dy_TF.t(), x_TD, out_dtype=buffer_FD.dtype, out=buffer_FD)
+
+
+def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor, owned_T: Tensor) -> None:
+    """Add dy's rows into the buffer's rows; tokens that this shard does not own add nothing.
+
+    row_T: int64 [T], the row in this shard (any valid row where owned_T is False).
+    Deterministic: one writer per row in token order on CPU, sorted segments on CUDA.
+    """
+    dy_TD = dy_TD.to(buffer_vD.dtype) * owned_T.unsqueeze(1)
+    if dy_TD.device.type == "cpu":
+        buffer_vD.index_add_(0, row_T, dy_TD)
+    else:
+        rows = buffer_vD.shape[0]
+        buffer_vD += torch.ops.aten.embedding_dense_backward(dy_TD, row_T, rows, -1, False)
+
+
+# --- RMSNorm -------------------------------------------------------------------------------------
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y[T, D], rstd[T, 1]): y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps)."""
+    x = x_TD.to(_sum_dtype(x_TD.dtype))
+    rstd_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    rstd_T1 = rstd_T1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x, rstd_T1).mul_(weight_D).to(x_TD.dtype), rstd_T1
+
+
+def rms_norm_grad(
+    dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, rstd_T1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`: (dx[T, D] in x's dtype, dweight[D] in the summing dtype).
+
+    With n = x * rstd and g = dy * weight:
+    dx = rstd * (g - n * mean(g * n)), dweight = sum over T of dy * n.
+    """
+    dtype = rstd_T1.dtype
+    dy, n = dy_TD.to(dtype), x_TD.to(dtype) * rstd_T1
+    dweight_D = (dy * n).sum(0)
+    g = dy * weight_D
+    mean_T1 = torch.linalg.vecdot(g, n).unsqueeze(1).div_(n.shape[-1])
+    dx = g.sub_(n.mul_(mean_T1)).mul_(rstd_T1)
+    return dx.to(x_TD.dtype), dweight_D
+
+
+# --- SwiGLU --------------------------------------------------------------------------------------
+
+
+def swiglu(h_T2f: Tensor) -> Tensor:
+    """a[T, f] = silu(h[:, :f]) * h[:, f:]; the first half is the gate."""
+    h = h_T2f.float() if _low_precision_on_cpu(h_T2f) else h_T2f
+    gate_Tf, up_Tf = h.chunk(2, dim=-1)
+    return F.silu(gate_Tf).mul_(up_Tf).to(h_T2f.dtype)
+
+
+def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor) -> Tensor:
+    """dh[T, 2f] of `swiglu`."""
+    dtype = h_T2f.dtype
+    if _low_precision_on_cpu(h_T2f):
+        da_Tf, h_T2f = da_Tf.float(), h_T2f.float()
+    gate_Tf, up_Tf = h_T2f.chunk(2, dim=-1)
+    dh_T2f = torch.empty_like(h_T2f)
+    dgate_Tf, dup_Tf = dh_T2f.chunk(2, dim=-1)
+    torch.mul(F.silu(gate_Tf), da_Tf, out=dup_Tf)
+    torch.ops.aten.silu_backward.grad_input(da_Tf * up_Tf, gate_Tf, grad_input=dgate_Tf)
+    return dh_T2f.to(dtype)
+
+
+# --- RoPE ----------------------------------------------------------------------------------------
+
+
+def rope_tables(
+    length_tokens: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [length, H/2], of position * theta^(-2i/H), computed in float64."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    position = torch.arange(length_tokens, dtype=torch.float64)
+    angle = torch.outer(position, theta**-exponent)
+    dtype = _sum_dtype(dtype)
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+    """out = x rotated by sign * angle; the two halves of the last dim are a complex pair."""
+    half = x.shape[-1] // 2
+    x1, x2 = x[..., :half], x[..., half:]
+    out1, out2 = out[..., :half], out[..., half:]
+    if x.dtype == cos.dtype:
+        torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
+        torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
+    else:
+        x1, x2 = x1.to(cos.dtype), x2.to(cos.dtype)
+        out1.copy_((x1 * cos).addcmul_(x2, sin, value=-sign))
+        out2.copy_((x2 * cos).addcmul_(x1, sin, value=sign))
+
+
+def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split packed heads and rotate queries and keys by their position (RoFormer, half-split form).
+
+    qkv_TkgH: [T, K, N/K + 2, H]; a group holds its query heads, then its key, then its value.
+    cos_sh, sin_sh: [s, H/2] with T a multiple of s; token t has position t mod s.
+    Returns q[T, K, N/K, H], k[T, K, 1, H] (new) and v[T, K, 1, H] (a view).
+    """
+    queries = qkv_TkgH.shape[2] - 2
+    cos, sin = (table[:, None, None, :] for table in (cos_sh, sin_sh))
+    shape = (-1, cos_sh.shape[0], *qkv_TkgH.shape[1:])
+    qkv = qkv_TkgH.view(shape)
+    tokens, groups, _, head_dim = qkv_TkgH.shape
+    q = qkv_TkgH.new_empty(tokens, groups, queries, head_dim)
+    k = qkv_TkgH.new_empty(tokens, groups, 1, head_dim)
+    batch = shape[:2]
+    _rotate_into(q.view(-1, *batch[1:], *q.shape[1:]), qkv[:, :, :, :queries], cos, sin, 1.0)
+    _rotate_into(
+        k.view(-1, *batch[1:], *k.shape[1:]), qkv[:, :, :, queries : queries + 1], cos, sin, 1.0
+    )
+    return q, k, qkv_TkgH[:, :, queries + 1 :]
+
+
+def rotate_grad_(
+    dqkv_TkgH: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos_sh: Tensor, sin_sh: Tensor
+) -> None:
+    """Write the gradient of `rotate` into dqkv[T, K, N/K + 2, H]: rotate back by the same angle."""
+    queries = dqkv_TkgH.shape[2] - 2
+    cos, sin = (table[:, None, None, :] for table in (cos_sh, sin_sh))
+    out = dqkv_TkgH.view(-1, cos_sh.shape[0], *dqkv_TkgH.shape[1:])
+    as_sequences = (-1, cos_sh.shape[0])
+    dq = dq.reshape(*as_sequences, *dq.shape[1:])
+    dk = dk.reshape(*as_sequences, *dk.shape[1:])
+    _rotate_into(out[:, :, :, :queries], dq, cos, sin, -1.0)
+    _rotate_into(out[:, :, :, queries : queries + 1], dk, cos, sin, -1.0)
+    dqkv_TkgH[:, :, queries + 1 :].copy_(dv)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+    """Causal attention within documents: out[T, N, H].
+
+    cu_seqlens: document boundaries [0, ..., T]; a token sees itself and earlier tokens of its own
+    document. Query head n reads key/value head n // (N / K). Differentiable by autograd.
+    """
+    if _low_precision_on_cpu(q_TNH):
+        out = attention(q_TNH.float(), k_TKH.float(), v_TKH.float(), cu_seqlens)
+        return out.to(q_TNH.dtype)
+    lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
+    if len(set(lengths)) == 1:
+        return _attention_equal(q_TNH, k_TKH, v_TKH, lengths[0])
+    parts = (x.split(lengths) for x in (q_TNH, k_TKH, v_TKH))
+    return torch.cat([_attention_equal(q, k, v, len(q)) for q, k, v in zip(*parts, strict=True)])
+
+
+def _attention_equal(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, length_tokens: int) -> Tensor:
+    heads = (x.view(-1, length_tokens, *x.shape[1:]) for x in (q_TNH, k_TKH, v_TKH))
+    q, k, v = (x.transpose(1, 2) for x in heads)
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2).reshape(q_TNH.shape)
+
+
+# --- cross entropy over a vocabulary shard -------------------------------------------------------
+
+
+def _row_blocks(logits_Tv: Tensor) -> list[slice]:
+    rows = max(1, _LOSS_BLOCK_ELEMENTS // max(1, logits_Tv.shape[1]))
+    return [slice(start, start + rows) for start in range(0, logits_Tv.shape[0], rows)]
+
+
+def cross_entropy_stats(
+    logits_Tv: Tensor, label_T: Tensor, first_column: int, num_columns: int
+) -> Tensor:
+    """What a vocabulary shard knows of the loss: [T, 3] = max, sum of exp(x - max), target.
+
+    Columns are tokens first_column ... first_column + num_columns - 1 of the vocabulary; further
+    columns are padding and left out. target is 0 where the label lies in another shard. A shard of
+    padding alone gives max = -inf, sum = 0.
+    """
+    dtype = _sum_dtype(logits_Tv.dtype)
+    stats_T3 = logits_Tv.new_zeros(logits_Tv.shape[0], 3, dtype=dtype)
+    if num_columns == 0:
+        stats_T3[:, 0] = -torch.inf
+        return stats_T3
+    for block in _row_blocks(logits_Tv):
+        x = logits_Tv[block, :num_columns].to(dtype)
+        maximum = x.amax(1, keepdim=True)
+        column = label_T[block] - first_column
+        owned = (column >= 0) & (column < num_columns)
+        target = x.gather(1, column.clamp(0, num_columns - 1).unsqueeze(1)).squeeze(1)
+        stats_T3[block, 0] = maximum.squeeze(1)
+        stats_T3[block, 1] = (x - maximum).exp_().sum(1)
+        stats_T3[block, 2] = target.where(owned, 0.0)
+    return stats_T3
+
+
+def cross_entropy_combine(stats_rT3: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge all shards' stats [tp, T, 3], in shard order, into (loss[T], log-sum-exp[T])."""
+    maximum_rT, sum_rT, target_rT = stats_rT3.unbind(-1)
+    maximum_T = maximum_rT.amax(0)
+    lse_T = maximum_T + (sum_rT * (maximum_rT - maximum_T).exp()).sum(0).log()
+    return lse_T - target_rT.sum(0), lse_T
+
+
+def cross_entropy_grad_(
+    logits_Tv: Tensor,
+    label_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    first_column: int,
+    num_columns: int,
+) -> Tensor:
+    """Overwrite logits with their gradient dloss * (softmax - onehot); padding columns get 0."""
+    for block in _row_blocks(logits_Tv):
+        x = logits_Tv[block, :num_columns]
+        scale = dloss_T[block].unsqueeze(1)
+        column = label_T[block] - first_column
+        owned = (column >= 0) & (column < num_columns)
+        p = x if x.dtype == lse_T.dtype else x.to(lse_T.dtype)
+        p.sub_(lse_T[block].unsqueeze(1)).exp_().mul_(scale)
+        if num_columns:
+            index = column.clamp(0, num_columns - 1).unsqueeze(1)
+            p.scatter_add_(1, index, -(scale * owned.unsqueeze(1)))
+        if p is not x:
+            x.copy_(p)
+    logits_Tv[:, num_columns:] = 0
+    return logits_Tv

@@ -1,0 +1,53 @@
+"""One transformer layer: pre-norm attention and feed-forward on the residual stream."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalite.config import ModelConfig
+from megalite.model.attention import SelfAttention
+from megalite.model.mlp import MLP
+from megalite.model.norm import RMSNorm
+from megalite.model.sequence import Sequences
+from megalite.tensor_parallel.context import TensorParallel
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then + mlp(norm(.)).
+
+    recompute: "none" keeps every intermediate; "selective" recomputes rotated heads, attention and
+    the SwiGLU product in the backward; "full" keeps only the layer's input.
+    """
+
+    def __init__(
+        self, tp: TensorParallel, index: int, config: ModelConfig, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        selective = recompute == "selective"
+        self.recompute_layer = recompute == "full"
+        self.attention_norm = RMSNorm(
+            tp, f"{name}.attention_norm", config.hidden_size, config.norm_eps
+        )
+        self.attention = SelfAttention(tp, f"{name}.attention", config, recompute_core=selective)
+        self.mlp_norm = RMSNorm(tp, f"{name}.mlp_norm", config.hidden_size, config.norm_eps)
+        self.mlp = MLP(tp, f"{name}.mlp", config, keep_activation=not selective)
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        if self.recompute_layer and torch.is_grad_enabled():
+            y: Tensor = checkpoint(
+                self.run, x, sequences, use_reentrant=False, preserve_rng_state=False
+            )
+            return y
+        return self.run(x, sequences)
+
+    def run(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """The layer itself: [T, D] -> [T, D], or [t, D] under sequence parallelism."""
+        x, normed = self.mlp_norm.add(x, self.attention(self.attention_norm(x), sequences))
+        return x + self.mlp(normed)

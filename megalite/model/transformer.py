@@ -1,0 +1,180 @@
+"""The decoder-only transformer, built per pipeline stage from a range of layers.
+
+A chunk holds layers [start, stop), the embedding if it is the first stage and the final norm, head
+and loss if it is the last. With one stage it is the whole model; nothing else differs.
+
+Shapes: T tokens of a microbatch, D model, V padded vocabulary; t = T / tp, v = V / tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megalite import kernels
+from megalite.config import ModelConfig
+from megalite.model.block import Recompute, TransformerLayer
+from megalite.model.norm import RMSNorm
+from megalite.model.sequence import Sequences
+from megalite.sharding import ShardSpec
+from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+from megalite.tensor_parallel.cross_entropy import (
+    VocabShard,
+    chunked_linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+from megalite.tensor_parallel.embedding import VocabParallelEmbedding
+from megalite.tensor_parallel.grads import GradStore
+from megalite.tensor_parallel.linear import ColumnParallelLinear
+
+
+class Batch(Protocol):
+    """What a chunk reads of a microbatch.
+
+    token_T, label_T: int64 [T]. weight_T: [T], each token's share of the step's loss; 0 where
+    masked. cu_seqlens: document boundaries [0, ..., T].
+    """
+
+    @property
+    def token_T(self) -> Tensor: ...
+    @property
+    def label_T(self) -> Tensor: ...
+    @property
+    def weight_T(self) -> Tensor: ...
+    @property
+    def cu_seqlens(self) -> Sequence[int]: ...
+
+
+class Transformer(nn.Module):
+    """One pipeline stage of the model.
+
+    layers: global indices of this stage's layers. loss_chunk_tokens: 0 computes the loss over whole
+    microbatches; n computes logits n tokens at a time, forward and backward.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        *,
+        seq_length: int,
+        layers: range,
+        first: bool = True,
+        last: bool = True,
+        recompute: Recompute = "none",
+        loss_chunk_tokens: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp = config, tp
+        self.first, self.last = first, last
+        self.seq_length, self.loss_chunk_tokens = seq_length, loss_chunk_tokens
+        self.before: Callable[[int], None] | None = None
+        self.rope = kernels.rope_tables(
+            seq_length, config.head_size, config.rope_theta, tp.dtype, tp.device
+        )
+        tied, alone = config.tie_embeddings, first and last
+        vocab = (config.padded_vocab_size, config.hidden_size)
+        if first:
+            self.embedding = VocabParallelEmbedding(
+                tp,
+                ShardSpec(
+                    "embedding.weight",
+                    vocab,
+                    0,
+                    shared=tied and not alone,
+                    uses=1 + (tied and alone),
+                ),
+            )
+        self.layers = nn.ModuleList(TransformerLayer(tp, i, config, recompute) for i in layers)
+        if last:
+            self.final_norm = RMSNorm(tp, "final_norm", config.hidden_size, config.norm_eps)
+            spec = ShardSpec("head.weight", vocab, 0)
+            if tied:
+                spec = ShardSpec("embedding.weight", vocab, 0, shared=True, copy=True)
+            weight = self.embedding.weight if tied and alone else None
+            self.head = ColumnParallelLinear(tp, "head", vocab, spec=spec, weight=weight)
+            self.vocab = VocabShard(tp, config.vocab_size, config.padded_vocab_size)
+
+    @property
+    def grads(self) -> GradStore:
+        """Where this chunk's weight gradients go."""
+        return self.tp.grads
+
+    def named_params(self) -> list[tuple[nn.Parameter, ShardSpec]]:
+        """Each parameter of this chunk once, with its spec, in order of first use."""
+        return [pair for section in self._sections() for pair in section]
+
+    def sections(self) -> list[list[nn.Parameter]]:
+        """Parameters by section: embedding, each layer, then final norm and head (may be empty).
+
+        `before(i)` is called ahead of the first use of section i in each forward.
+        """
+        sections = [[param for param, _ in section] for section in self._sections()]
+        if self.last and self.first and self.config.tie_embeddings:
+            sections[-1].append(self.head.weight)
+        return sections
+
+    def _sections(self) -> list[list[tuple[nn.Parameter, ShardSpec]]]:
+        head = [self.final_norm, self.head] if self.last else []
+        groups: list[list[nn.Module]] = [[self.embedding] if self.first else []]
+        groups += [*([layer] for layer in self.layers), [*head]]
+        return [
+            [
+                (getattr(module, attribute), spec)
+                for root in group
+                for module in root.modules()
+                if isinstance(module, ShardedModule)
+                for attribute, spec in module.specs.items()
+            ]
+            for group in groups
+        ]
+
+    def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
+        """Hidden states for the next stage, or on the last stage the microbatch's scalar loss.
+
+        x: the previous stage's output [T, D] ([t, D] under sequence parallelism), None on the first
+        stage. The loss is sum(weight_T * loss_T).
+        """
+        x = self.hidden(x, batch.token_T, batch.cu_seqlens)
+        if not self.last:
+            return x
+        self._before(len(self.layers) + 1)
+        loss_T = self.loss(self.final_norm(x), batch.label_T)
+        return torch.dot(loss_T, batch.weight_T.to(loss_T.dtype))
+
+    def hidden(self, x: Tensor | None, token_T: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+        """Residual stream after this stage's layers."""
+        if self.first:
+            self._before(0)
+            x = self.embedding(token_T)
+        assert x is not None, "a stage after the first needs the previous stage's output"
+        length = min(self.seq_length, len(token_T))
+        sequences = Sequences(cu_seqlens, self.rope[0][:length], self.rope[1][:length])
+        for index, layer in enumerate(self.layers):
+            self._before(index + 1)
+            x = layer(x, sequences)
+        return x
+
+    def loss(self, x: Tensor, label_T: Tensor) -> Tensor:
+        """Per-token loss [T] of normed hidden states."""
+        if self.loss_chunk_tokens:
+            return chunked_linear_cross_entropy(
+                x, self.head.weight, label_T, self.vocab, self.loss_chunk_tokens
+            )
+        return vocab_parallel_cross_entropy(self.head(x), label_T, self.vocab)
+
+    @torch.no_grad()
+    def logits(self, token_T: Tensor) -> Tensor:
+        """Logits [T, true vocabulary] of one sequence; needs the whole model (tp = pp = 1)."""
+        assert len(self.layers) == self.config.num_layers, "logits needs the whole model"
+        assert self.tp.axis.size == 1, "logits needs the whole vocabulary"
+        x = self.final_norm(self.hidden(None, token_T, [0, len(token_T)]))
+        logits: Tensor = self.head(x)
+        return logits[:, : self.config.vocab_size]
+
+    def _before(self, section: int) -> None:
+        if self.before is not None:
+            self.before(section)

@@ -1,0 +1,58 @@
+"""Token embedding with the vocabulary split over tp.
+
+Shapes: T tokens, D model, V padded vocabulary; t = T / tp, v = V / tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite import kernels
+from megalite.distributed import comm
+from megalite.sharding import ShardSpec
+from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """x[T, D] = W[token]; each rank looks up the tokens it owns and the sum over tp is taken.
+
+    Returns [t, D] under sequence parallelism. Token ids are int64 in [0, vocabulary).
+    """
+
+    def __init__(self, tp: TensorParallel, spec: ShardSpec) -> None:
+        super().__init__(tp)
+        self.weight = self.add_parameter("weight", spec)
+        self.first_row = spec.local_offsets(tp.axis.size, tp.axis.rank)[0]
+
+    def forward(self, token_T: Tensor) -> Tensor:
+        return _Embedding.apply(token_T, self.weight, self)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token_T: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
+        tp = layer.tp
+        local_T = token_T - layer.first_row
+        owned_T = (local_T >= 0) & (local_T < weight.shape[0])
+        row_T = local_T.clamp(0, weight.shape[0] - 1)
+        x_TD = F.embedding(row_T, weight)
+        if tp.axis.size > 1:
+            x_TD = x_TD.masked_fill_(~owned_T.unsqueeze(1), 0.0)
+        ctx.save_for_backward(row_T, owned_T)
+        ctx.layer = layer
+        reduce = comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce
+        return reduce(x_TD, tp.axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        layer: VocabParallelEmbedding = ctx.layer
+        tp, (row_T, owned_T) = layer.tp, ctx.saved_tensors
+        dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
+        tp.grads.add(
+            layer.weight, lambda buffer: kernels.embedding_grad_(buffer, dy_TD, row_T, owned_T)
+        )
+        return None, None, None

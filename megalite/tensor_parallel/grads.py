@@ -1,0 +1,66 @@
+"""Where weight gradients go. One store per model chunk.
+
+Parameters' gradients never pass through autograd's `.grad`: the backward of each layer hands the
+store a function that adds its contribution straight into the main-gradient buffer (float32 under
+bfloat16 weights). That makes three things one mechanism: accumulation over microbatches without a
+second buffer, weight gradients deferred to a later action of the pipeline schedule, and the moment
+at which a gradient bucket is complete. Does not reduce anything over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Accumulate = Callable[[Tensor], object]
+
+
+def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which gradients of parameters of `dtype` are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class GradStore:
+    """Main-gradient buffers of one chunk's parameters, and the queue of deferred contributions.
+
+    `deferred`: None, or a list that collects deferrable contributions instead of running them.
+    `listener`: called with the parameter after each contribution is in its buffer.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self.deferred: list[Callable[[], None]] | None = None
+        self.listener: Callable[[nn.Parameter], None] | None = None
+
+    def bind(self, param: nn.Parameter, buffer: Tensor) -> None:
+        """Let contributions to `param` go into `buffer` (same shape, main-gradient dtype)."""
+        assert buffer.shape == param.shape, (buffer.shape, param.shape)
+        self._buffers[param] = buffer
+
+    def buffer(self, param: nn.Parameter) -> Tensor:
+        """The main gradient of `param`; zeros made on first use where nothing was bound."""
+        if param not in self._buffers:
+            dtype = main_grad_dtype(param.dtype)
+            self._buffers[param] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        return self._buffers[param]
+
+    def add(self, param: nn.Parameter, accumulate: Accumulate, *, deferrable: bool = False) -> None:
+        """Run `accumulate(buffer)` now, or queue it when deferring and the caller allows it.
+
+        Matrix products are deferrable; what comes for free with the input gradient is not.
+        A queued function must hold detached tensors only.
+        """
+        if not param.requires_grad:
+            return
+        if deferrable and self.deferred is not None:
+            self.deferred.append(lambda: self._accumulate(param, accumulate))
+        else:
+            self._accumulate(param, accumulate)
+
+    def _accumulate(self, param: nn.Parameter, accumulate: Accumulate) -> None:
+        with torch.no_grad():
+            accumulate(self.buffer(param))
+        if self.listener is not None:
+            self.listener(param)

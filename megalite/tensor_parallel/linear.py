@@ -1,0 +1,169 @@
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv 1909.08053; sequence parallelism,
+arXiv 2205.05198), each one autograd Function.
+
+Shapes: T tokens, D input, F output features; t = T / tp tokens, d and f = this rank's shard.
+With tp = 1 the same lines run and no collective does anything. Weight gradients go to the chunk's
+`GradStore`, never to `.grad`.
+
+    column   forward: all-gather t -> T (sequence parallel), then x_TD @ W_fD^T
+             backward: dx_TD is all-reduced, or reduce-scattered to dx_tD, while dW is computed
+    row      forward: x_Tf @ W_Df^T is all-reduced, or reduce-scattered to y_tD
+             backward: dy all-gathered t -> T (sequence parallel), then dx and dW
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite import kernels
+from megalite.distributed import comm
+from megalite.sharding import ShardSpec
+from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+
+
+class ColumnParallelLinear(ShardedModule):
+    """y[T, f] = x @ W[f, D]^T + b[f]: output features are split over tp.
+
+    shape: global weight shape; the last dim is D, the product of the others F. `shard_dim` names
+    the dim that tp splits. x is [T, D], or [t, D] under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        shard_dim: int = 0,
+        bias: bool = False,
+        weight: nn.Parameter | None = None,
+        spec: ShardSpec | None = None,
+    ) -> None:
+        super().__init__(tp)
+        if weight is not None:  # a weight that another layer of this chunk owns (tied embedding)
+            self.weight = weight
+        else:
+            spec = spec or ShardSpec(f"{name}.weight", shape, shard_dim)
+            self.weight = self.add_parameter("weight", spec)
+        self.bias = (
+            self.add_parameter(
+                "bias", ShardSpec(f"{name}.bias", shape[:-1], shard_dim, decay=False)
+            )
+            if bias
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ColumnLinear.apply(x, self.weight, self.bias, self)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear
+    ) -> Tensor:
+        tp = layer.tp
+        x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
+        y_Tf = kernels.linear(x_TD, weight.flatten(0, -2))
+        if bias is not None:
+            y_Tf += bias.flatten()
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return y_Tf
+
+    @staticmethod
+    def backward(ctx: Any, dy_Tf: Tensor) -> tuple[Tensor | None, None, None, None]:
+        layer: ColumnParallelLinear = ctx.layer
+        tp, (x, weight) = layer.tp, ctx.saved_tensors
+        weight_fD = weight.flatten(0, -2)
+        scatter = tp.sequence_parallel
+        gather = comm.all_gather(x, tp.axis, async_op=True) if scatter else None
+        reduction = None
+        if ctx.needs_input_grad[0]:
+            reduce = comm.reduce_scatter if scatter else comm.all_reduce
+            dx_TD = kernels.linear_input_grad(dy_Tf, weight_fD)
+            reduction = reduce(dx_TD, tp.axis, async_op=True)
+            if not tp.overlap:
+                reduction.wait()
+        x_TD = x if gather is None else gather.wait()
+        add_linear_grads(layer, layer.weight, layer.bias, dy_Tf, x_TD)
+        return (None if reduction is None else reduction.wait()), None, None, None
+
+
+class RowParallelLinear(ShardedModule):
+    """y = sum over tp of a[T, f] @ W[D, f]^T, plus b[D]: input features are split over tp.
+
+    Returns [T, D], or [t, D] under sequence parallelism. With `gated`, the input is h[T, 2f] and
+    a = SwiGLU(h) is part of the layer; `keep_activation=False` recomputes it in the backward
+    instead of keeping it (same bits).
+    """
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        bias: bool = False,
+        gated: bool = False,
+        keep_activation: bool = True,
+    ) -> None:
+        super().__init__(tp)
+        self.gated = gated
+        self.keep_activation = keep_activation
+        self.weight = self.add_parameter("weight", ShardSpec(f"{name}.weight", shape, 1))
+        # Each rank adds the whole bias to its own tokens, so its gradient is a partial sum.
+        spec = ShardSpec(f"{name}.bias", shape[:1], partial=tp.sequence_parallel, decay=False)
+        self.bias = self.add_parameter("bias", spec) if bias else None
+
+    def forward(self, h: Tensor) -> Tensor:
+        return _RowLinear.apply(h, self.weight, self.bias, self)
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear
+    ) -> Tensor:
+        tp = layer.tp
+        a_Tf = kernels.swiglu(h) if layer.gated else h
+        y_TD = kernels.linear(a_Tf, weight)
+        y = (comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce)(y_TD, tp.axis)
+        if bias is not None:
+            y = y + bias
+        keep = layer.gated and layer.keep_activation
+        ctx.save_for_backward(h, weight, *([a_Tf] if keep else []))
+        ctx.layer = layer
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        layer: RowParallelLinear = ctx.layer
+        tp, (h, weight, *kept) = layer.tp, ctx.saved_tensors
+        if layer.bias is not None:
+            layer.accumulate_rowwise(layer.bias, dy.sum(0))
+        dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
+        dh = None
+        if ctx.needs_input_grad[0]:
+            dh = kernels.linear_input_grad(dy_TD, weight)
+            dh = kernels.swiglu_grad(dh, h) if layer.gated else dh
+        a_Tf = kept[0] if kept else kernels.swiglu(h) if layer.gated else h
+        add_linear_grads(layer, layer.weight, None, dy_TD, a_Tf)
+        return dh, None, None, None
+
+
+def add_linear_grads(
+    layer: ShardedModule, weight: nn.Parameter, bias: nn.Parameter | None, dy_TF: Tensor, x: Tensor
+) -> None:
+    """Hand dW = dy^T x (deferrable) and db = sum_T dy to the layer's gradient store."""
+    if bias is not None:
+        layer.accumulate_rowwise(bias, dy_TF.sum(0).view(bias.shape))
+    dy_TF, x = dy_TF.detach(), x.detach()
+    layer.tp.grads.add(
+        weight,
+        lambda buffer: kernels.accumulate_weight_grad_(buffer.flatten(0, -2), dy_TF, x),
+        deferrable=True,
+    )
