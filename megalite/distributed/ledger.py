@@ -1,0 +1,84 @@
+"""What this rank sent and how long it waited: the record of every operation between ranks.
+
+Counts and byte sums since the last `reset` (a step), and the last operation started, so that an
+error or a timeout can say where this rank was. It measures the host's clock: on CUDA, waiting for a
+collective only orders streams, so seconds there are launch time, not transfer time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Ledger:
+    """Traffic of one rank per (operation, axis), and its place in the step.
+
+    `phase` is set by the caller ("forward", "backward", "optimizer", ...) and appears in errors.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.phase = "set-up"
+        self.num_ops = 0  # since the start of the process; never reset, so ranks can be compared
+        self.last_op: str | None = None
+        self.counts: dict[tuple[str, str], int] = defaultdict(int)
+        self.bytes_sent: dict[tuple[str, str], float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def start(self, op: str, axis: str, num_bytes: float) -> None:
+        """Count operation `op` on `axis`, by which this rank sends `num_bytes`."""
+        self.num_ops += 1
+        self.last_op = f"{op} on {axis}, op #{self.num_ops}, phase {self.phase!r}"
+        self.counts[op, axis] += 1
+        self.bytes_sent[op, axis] += num_bytes
+
+    @contextmanager
+    def blocked(self, axis: str, waiting_for: str | None = None) -> Iterator[None]:
+        """Time the host's wait on `axis`; an error that passes gets this rank's place as a note.
+
+        `waiting_for` names the operation when it is not the last one started.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            error.add_note(self.describe(waiting_for))
+            raise
+        finally:
+            self.seconds[axis] += time.perf_counter() - began
+
+    def describe(self, operation: str | None = None) -> str:
+        """This rank and its last operation, e.g.
+        `rank 3 (tp 1, pp 1): waiting in all_reduce on tp, op #128, phase 'backward'`.
+        """
+        where = operation or self.last_op
+        if where is None:
+            return f"{self.place}: no operation between ranks yet, phase {self.phase!r}"
+        return f"{self.place}: waiting in {where}"
+
+    def axis_totals(self, axis: str) -> dict[str, float]:
+        """Calls, bytes_sent and seconds of one axis since the last reset."""
+        return {
+            "calls": sum(n for (_, name), n in self.counts.items() if name == axis),
+            "bytes_sent": sum(n for (_, name), n in self.bytes_sent.items() if name == axis),
+            "seconds": self.seconds.get(axis, 0.0),
+        }
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """Totals since the last reset: `"op/axis" -> calls, bytes_sent`, `"axis" -> seconds`."""
+        result: dict[str, dict[str, float]] = {
+            f"{op}/{axis}": {"calls": calls, "bytes_sent": self.bytes_sent[op, axis]}
+            for (op, axis), calls in sorted(self.counts.items())
+        }
+        for axis, seconds in sorted(self.seconds.items()):
+            result[axis] = {"seconds": seconds}
+        return result
+
+    def reset(self) -> None:
+        """Forget the totals (once a step); the operation number and the place stay."""
+        self.counts.clear()
+        self.bytes_sent.clear()
+        self.seconds.clear()

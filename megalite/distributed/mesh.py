@@ -1,0 +1,274 @@
+"""The mesh: this process's place on every axis, and the communicators nested in the world's.
+
+It makes groups and hands them out; it moves no data (comm.py does) and starts no process group
+(env.py does). Read `Axis` first, then `Mesh`.
+
+Groups are made on first use or by `Mesh.create`, always in *rounds*: in one round every rank of the
+world takes part in making exactly one group. NCCL needs that because `split_group` splits the world
+communicator collectively. gloo needs it because `new_group(use_local_synchronization=True)`, which
+only members call, names a group after the *number* of groups its members made before; ranks with
+different numbers would wait for each other under different names. A rank that has no group in a
+round makes a group of itself alone. So: call `create` once at set-up on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from megalite.distributed.ledger import Ledger
+from megalite.errors import ConfigError
+from megalite.topology import KINDS, Kind, Topology
+
+Ranks = tuple[int, ...]
+GroupName = Literal[Kind, "channels"]
+
+
+class Axis:
+    """One mesh axis as seen from this process.
+
+    `ranks` are the world ranks of this process's group, in axis order; `rank` is the place of this
+    process in them. A rank of a middle stage is no `member` of the embedding axis and sees size 1.
+    """
+
+    def __init__(self, mesh: Mesh, name: Kind) -> None:
+        self._mesh = mesh
+        self.name: Kind = name
+        self.ranks: Ranks = mesh.topology.group_of(name, mesh.rank)
+        self.size: int = len(self.ranks)
+        self.rank: int = self.ranks.index(mesh.rank)
+        self.member: bool = name != "embedding" or mesh.topology.has_embedding(mesh.rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The communicator, made on first use; None when the size is 1.
+
+        First uses must come in the same order on all ranks; `Mesh.create` sees to that.
+        """
+        if self.size == 1:
+            return None
+        return self._mesh.group(self.name)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._mesh.device
+
+    @property
+    def backend(self) -> str:
+        """Name of the process group's backend: gloo, nccl, fake, or none for a lone process."""
+        return self._mesh.backend
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where operations over this axis are counted."""
+        return self._mesh.ledger
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """This axis's part of the ledger: calls, bytes_sent and seconds since the last reset."""
+        return self._mesh.ledger.axis_totals(self.name)
+
+    @property
+    def next_rank(self) -> int:
+        """World rank of the next place on the axis, around its end."""
+        return self.ranks[(self.rank + 1) % self.size]
+
+    @property
+    def previous_rank(self) -> int:
+        """World rank of the previous place on the axis, around its end."""
+        return self.ranks[(self.rank - 1) % self.size]
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, rank {self.rank} of {self.size})"
+
+
+class Mesh:
+    """All axes of one process. Made once and passed; there is no global mesh.
+
+    The process group must have been started (`env.init_process`) unless the world has one rank.
+    `timeout_s` bounds every collective of the groups made here. Raises `ConfigError` if the world
+    does not have as many ranks as the layout.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device | None = None,
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        started = dist.is_initialized()
+        topology.require_world(dist.get_world_size() if started else 1)
+        self.topology = topology
+        self.rank: int = dist.get_rank() if started else 0
+        self.device: torch.device = torch.device("cpu") if device is None else device
+        self.backend: str = dist.get_backend() if started else "none"
+        self.ledger = Ledger(topology.describe(self.rank))
+        self.num_groups_made = 0
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[Ranks, dist.ProcessGroup] = {}
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] | None = None
+        self._embedding_made = False
+        if started and topology.world_size > 1:
+            self._groups[tuple(range(topology.world_size))] = _world_group()
+        self.tp = Axis(self, "tp")
+        self.cp = Axis(self, "cp")
+        self.dp = Axis(self, "dp")
+        self.pp = Axis(self, "pp")
+        self.dp_cp = Axis(self, "dp_cp")
+        self.model = Axis(self, "model")
+        self.embedding = Axis(self, "embedding")
+        self.world = Axis(self, "world")
+
+    def axis(self, name: Kind) -> Axis:
+        """The axis called `name`; `ConfigError` if there is none."""
+        if name not in KINDS:
+            raise ConfigError(f"no mesh axis {name!r}; axes are {', '.join(KINDS)}")
+        return cast(Axis, getattr(self, name))
+
+    def create(self, *names: GroupName) -> None:
+        """Make the groups of these axes ("channels": all pipeline channels) now, in this order.
+
+        All ranks must call it with the same names. No names: everything this layout uses.
+        """
+        for name in names or (*KINDS, "channels"):
+            if name == "channels":
+                self._make_channels()
+            else:
+                self._make_axis(name)
+
+    def group(self, name: Kind) -> dist.ProcessGroup:
+        """Group of an axis of size above 1, made now if need be.
+
+        The embedding axis, which middle stages have no part in, must have been created before.
+        """
+        ranks = self.axis(name).ranks
+        if ranks not in self._groups:
+            if name == "embedding":
+                raise RuntimeError(
+                    "the embedding group is not made on first use, because middle stages never "
+                    "use it; call mesh.create('embedding') on all ranks at set-up"
+                )
+            self._make_axis(name)
+        return self._groups[ranks]
+
+    def channel(self, src_pp: int, dst_pp: int) -> dist.ProcessGroup:
+        """The 2-rank group that carries stage `src_pp`'s messages to stage `dst_pp`.
+
+        One group per directed edge between neighbours on the ring of pipeline ranks, within this
+        rank's (tp, cp, dp) column, so that no transfer waits behind one the other way. Group ranks
+        are in the order of world ranks. `mesh.create("channels")` must have run on all ranks.
+        """
+        if self._channels is None:
+            raise RuntimeError(
+                "the pipeline channels are not made yet; call mesh.create('channels') on all "
+                "ranks at set-up"
+            )
+        if (src_pp, dst_pp) not in self._channels:
+            mine = ", ".join(f"{src}->{dst}" for src, dst in sorted(self._channels))
+            raise ConfigError(
+                f"{self.topology.describe(self.rank)} has no channel {src_pp}->{dst_pp}; it has "
+                f"{mine or 'none'}: channels join neighbours on the ring of {self.pp.size} "
+                "pipeline ranks"
+            )
+        return self._channels[(src_pp, dst_pp)]
+
+    def channel_peer(self, src_pp: int, dst_pp: int) -> int:
+        """World rank at the other end of this rank's channel `src_pp` -> `dst_pp`."""
+        other = dst_pp if src_pp == self.pp.rank else src_pp
+        return self.pp.ranks[other]
+
+    def _make_axis(self, name: Kind) -> None:
+        axis = self.axis(name)
+        if name == "embedding":
+            # With two stages it is the pp group; with more, middle stages have none of it.
+            if self.topology.pp > 2 and not self._embedding_made:
+                self._embedding_made = True
+                made = self._round(partial(self.topology.groups, name), axis.ranks, name)
+                if made is not None:
+                    self._groups[axis.ranks] = made
+            elif self.topology.pp == 2:
+                self._make_axis("pp")
+            return
+        if axis.size == 1 or axis.ranks in self._groups:
+            return
+        made = self._round(partial(self.topology.groups, name), axis.ranks, name)
+        assert made is not None, f"rank {self.rank} is in no {name} group"
+        self._groups[axis.ranks] = made
+
+    def _make_channels(self) -> None:
+        if self._channels is not None:
+            return
+        self._channels = {}
+        for edges in channel_rounds(self.topology.pp):
+            mine = next((edge for edge in edges if self.pp.rank in edge), None)
+            ranks = (
+                (self.rank,)
+                if mine is None
+                else tuple(sorted((self.pp.ranks[mine[0]], self.pp.ranks[mine[1]])))
+            )
+            made = self._round(partial(self._pairs, edges), ranks, "channel")
+            if mine is not None and made is not None:
+                self._channels[mine] = made
+
+    def _pairs(self, edges: list[tuple[int, int]]) -> list[Ranks]:
+        """The two world ranks of each of these edges in every (tp, cp, dp) column."""
+        return [
+            tuple(sorted((column[src], column[dst])))
+            for column in self.topology.groups("pp")
+            for src, dst in edges
+        ]
+
+    def _round(
+        self, groups: Callable[[], list[Ranks]], mine: Ranks, what: str
+    ) -> dist.ProcessGroup | None:
+        """Make one group per rank: `groups()` over all ranks, of which `mine` is this rank's.
+
+        Only NCCL's collective split needs to know the others' groups.
+        """
+        self.num_groups_made += 1
+        if self.backend == "nccl":
+            made = dist.split_group(
+                split_ranks=[list(ranks) for ranks in groups()],
+                timeout=self._timeout,
+                group_desc=what,
+            )
+        else:
+            made = dist.new_group(
+                list(mine),
+                timeout=self._timeout,
+                use_local_synchronization=True,
+                group_desc=what,
+            )
+        return made if isinstance(made, dist.ProcessGroup) and len(mine) > 1 else None
+
+
+def channel_rounds(num_pp: int) -> list[list[tuple[int, int]]]:
+    """Directed edges (src, dst) of the ring of pipeline ranks, in rounds without a shared rank.
+
+    Covers s -> s+1 and s+1 -> s for every stage, with the edge that closes the ring (virtual
+    stages use it); at most 6 rounds, 4 when the number of ranks is even, 2 when it is 2.
+    """
+    edges = [(s, (s + 1) % num_pp) for s in range(num_pp)] if num_pp > 1 else []
+    edges += [(dst, src) for src, dst in edges if (dst, src) not in edges]
+    rounds: list[list[tuple[int, int]]] = []
+    for edge in edges:
+        free = (r for r in rounds if all(not set(edge) & set(other) for other in r))
+        chosen = next(free, None)
+        if chosen is None:
+            rounds.append([edge])
+        else:
+            chosen.append(edge)
+    return rounds
+
+
+def _world_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the process group was started"
+    return world

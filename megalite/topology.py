@@ -1,0 +1,182 @@
+"""Which rank sits where: arithmetic over the axes tp, cp, dp and pp, for any world size.
+
+`rank = tp + TP*(cp + CP*(dp + DP*pp))`: tp varies fastest, so that a tensor-parallel group
+stays in one node, and pp slowest, so that a pipeline crosses nodes. Knows no torch and makes no
+communicator; `megalite.distributed.mesh` does that from these rank lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, get_args
+
+from megalite.errors import ConfigError
+
+Kind = Literal["tp", "cp", "dp", "pp", "dp_cp", "model", "embedding", "world"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# The axes that vary inside a group of the kind, fastest first (the order of ranks in the group).
+_VARYING: dict[Kind, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("cp", "dp"),
+    "model": ("tp", "pp"),
+    "embedding": ("pp",),
+    "world": ("tp", "cp", "dp", "pp"),
+}
+
+
+@dataclass(frozen=True)
+class Coords:
+    """One rank's place on every axis, each counted from 0."""
+
+    tp: int = 0
+    cp: int = 0
+    dp: int = 0
+    pp: int = 0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A layout: how many ranks each axis has. Sizes are at least 1, else `ConfigError`."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"parallel.{axis}={size!r} must be a whole number of at least 1"
+            for axis, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def for_world(
+        cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, dp: int | None = None
+    ) -> Topology:
+        """The layout of `world_size` ranks; `dp=None` takes what the other axes leave.
+
+        Raises `ConfigError` if the axes do not multiply to `world_size`.
+        """
+        rest = cls(tp=tp, cp=cp, pp=pp)
+        used = rest.world_size
+        if dp is None:
+            if world_size < 1 or world_size % used != 0:
+                raise ConfigError(
+                    f"world size {world_size} is not a multiple of tp*cp*pp = {tp}*{cp}*{pp} = "
+                    f"{used}; start {used} ranks per replica, or change parallel.tp, cp or pp"
+                )
+            dp = world_size // used
+        topology = cls(tp=tp, cp=cp, dp=dp, pp=pp)
+        topology.require_world(world_size)
+        return topology
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def require_world(self, world_size: int) -> None:
+        """Raise `ConfigError` unless exactly `world_size` ranks make this layout."""
+        if world_size == self.world_size:
+            return
+        model = self.tp * self.cp * self.pp
+        fits = (
+            f"parallel.dp={world_size // model} would fit"
+            if world_size % model == 0 and world_size > 0
+            else f"the number of ranks must be a multiple of tp*cp*pp = {model}"
+        )
+        raise ConfigError(
+            f"the layout tp={self.tp} cp={self.cp} dp={self.dp} pp={self.pp} needs "
+            f"{self.world_size} ranks, but {world_size} were started; {fits}"
+        )
+
+    def coords(self, rank: int) -> Coords:
+        """Place of world rank `rank`; `ConfigError` if there is no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(
+                f"rank {rank} does not exist in a world of {self.world_size} ranks; "
+                f"ranks are 0 to {self.world_size - 1}"
+            )
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coords(tp=tp, cp=cp, dp=dp, pp=pp)
+
+    def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """World rank at a place; `ConfigError` if a coordinate is outside its axis."""
+        for axis, coord in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
+            size = getattr(self, axis)
+            if not 0 <= coord < size:
+                raise ConfigError(
+                    f"{axis} coordinate {coord} is outside the {axis} axis of size {size}; "
+                    f"allowed are 0 to {size - 1}"
+                )
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def group_of(self, kind: Kind, rank: int) -> tuple[int, ...]:
+        """Ranks of the group of `kind` that `rank` belongs to, ascending, in O(group size).
+
+        A rank of a middle stage belongs to no embedding group: its group is itself alone.
+        """
+        at = self.coords(rank)
+        if kind == "embedding" and at.pp not in (0, self.pp - 1):
+            return (rank,)
+        base = rank - sum(getattr(at, axis) * self._stride(axis) for axis in self._varying(kind))
+        return tuple(base + offset for offset in self._offsets(kind))
+
+    def groups(self, kind: Kind) -> list[tuple[int, ...]]:
+        """Every group of `kind`, ordered by its lowest rank.
+
+        Each rank is in exactly one group; only middle-stage ranks are in no embedding group.
+        """
+        varying = self._varying(kind)
+        fixed = [axis for axis in ("pp", "dp", "cp", "tp") if axis not in varying]
+        offsets = self._offsets(kind)
+        bases = product(
+            *(range(0, self._stride(a) * getattr(self, a), self._stride(a)) for a in fixed)
+        )
+        return [tuple(base + offset for offset in offsets) for base in map(sum, bases)]
+
+    def has_embedding(self, rank: int) -> bool:
+        """Whether `rank` is on the first or last stage, which hold the tied embedding."""
+        return self.coords(rank).pp in (0, self.pp - 1)
+
+    def describe(self, rank: int) -> str:
+        """One rank's place for messages, e.g. `rank 3 (tp 1, dp 0, pp 1)`; axes of 1 left out."""
+        at = self.coords(rank)
+        shown = ("tp", "cp", "dp", "pp")
+        places = [f"{axis} {getattr(at, axis)}" for axis in shown if getattr(self, axis) > 1]
+        return f"rank {rank} ({', '.join(places)})" if places else f"rank {rank}"
+
+    def _varying(self, kind: Kind) -> tuple[str, ...]:
+        if kind not in _VARYING:
+            raise ConfigError(f"no group kind {kind!r}; kinds are {', '.join(KINDS)}")
+        return _VARYING[kind]
+
+    def _stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours on `axis`."""
+        return {
+            "tp": 1,
+            "cp": self.tp,
+            "dp": self.tp * self.cp,
+            "pp": self.tp * self.cp * self.dp,
+        }[axis]
+
+    def _offsets(self, kind: Kind) -> list[int]:
+        """Rank offsets of a group's members from its lowest member, ascending."""
+        if kind == "embedding":
+            last = self._stride("pp") * (self.pp - 1)
+            return [0, last] if last else [0]
+        offsets = [0]
+        for axis in self._varying(kind):  # fastest first, so the result stays ascending
+            stride = self._stride(axis)
+            offsets = [step * stride + o for step in range(getattr(self, axis)) for o in offsets]
+        return offsets

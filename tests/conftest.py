@@ -1,0 +1,37 @@
+"""Fixtures that every part's tests share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from tests.pool import RankPool
+
+# The same examples on every run, and no clock: the machine may be busy.
+settings.register_profile("megalite", deadline=None, derandomize=True)
+settings.load_profile("megalite")
+
+_POOL = pytest.StashKey[RankPool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the pool's zygote while this process has one thread; it sleeps until a test asks."""
+    config.stash[_POOL] = RankPool(max_world_size=8)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the zygote import torch while the first tests run, if any test wants ranks."""
+    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        session.config.stash[_POOL].preload()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _POOL in config.stash:
+        config.stash[_POOL].close()
+        del config.stash[_POOL]
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> RankPool:
+    """Forked gloo ranks: `pool.run(fn, world_size, *args)` gives one result per rank."""
+    return request.config.stash[_POOL]
