@@ -1,0 +1,112 @@
+"""Choose and verify a checkpoint; nothing is loaded from one that was not opened here.
+
+Truth is the newest directory whose manifest and files verify; the `latest` pointer is not read.
+All ranks take part: they share the hashing and agree on the outcome.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.ranks import Ranks, SingleRank, on_first, together
+from megalite.checkpoint.store import check_sizes, list_steps, step_of
+from megalite.errors import CheckpointError
+
+Verify = Literal["sha256", "size"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that verified. `skipped` says why newer ones were passed over, newest first."""
+
+    path: Path
+    manifest: Manifest
+    skipped: tuple[str, ...] = ()
+
+
+def find_latest(
+    root: Path, ranks: Ranks | None = None, verify: Verify = "sha256"
+) -> Checkpoint | None:
+    """The newest sound checkpoint in `root`, or None when it holds none at all. All ranks call it.
+
+    A bad one is passed over, with a message naming the file in `skipped`, after one look at it.
+    Raises CheckpointError when there are checkpoints and every one is bad.
+    """
+    ranks = ranks or SingleRank()
+    skipped: list[str] = []
+    for name in _newest_first(root, ranks):
+        try:
+            found = open_checkpoint(root / name, ranks, verify)
+        except CheckpointError as error:
+            skipped.append(str(error))
+        else:
+            return Checkpoint(found.path, found.manifest, tuple(skipped))
+    if skipped:
+        problems = "\n  ".join(skipped)
+        raise CheckpointError(f"no checkpoint in {root} is usable:\n  {problems}")
+    return None
+
+
+def _newest_first(root: Path, ranks: Ranks) -> list[str]:
+    """Directory names as rank 0 sees them: all ranks must look at the same ones."""
+
+    def names() -> bytes:
+        return json.dumps([path.name for _, path in reversed(list_steps(root))]).encode()
+
+    listed: list[str] = json.loads(on_first(ranks, f"looking for checkpoints in {root}", names))
+    return listed
+
+
+def open_checkpoint(
+    path: Path, ranks: Ranks | None = None, verify: Verify = "sha256"
+) -> Checkpoint:
+    """Verify the checkpoint directory `path` (`root/step-00001000`). All ranks call it.
+
+    "sha256" hashes every file once, shared over the ranks; "size" only looks at sizes. Raises
+    CheckpointError, the same on all ranks, naming what is missing (and what there is) or bad.
+    """
+    ranks = ranks or SingleRank()
+
+    def check() -> Manifest:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} does not exist; {_what_exists(path.parent)}")
+        if list_steps(path):
+            raise CheckpointError(f"{path} is a folder of checkpoints; {_what_exists(path)}")
+        manifest = read_manifest(path)
+        if step_of(path.name) not in (manifest.step, None):
+            raise CheckpointError(f"{path} holds step {manifest.step}; give it its name back")
+        mine = sorted(manifest.files)[ranks.rank :: ranks.world_size]
+        check_sizes(path, manifest, mine)
+        if verify == "sha256":
+            check_hashes(path, manifest, mine)
+        return manifest
+
+    return Checkpoint(path, together(ranks, f"checkpoint {path.name}", check))
+
+
+def check_hashes(directory: Path, manifest: Manifest, names: list[str]) -> None:
+    """Check files against their sha256 in the manifest. Raises CheckpointError naming the file."""
+    for name in names:
+        try:
+            with (directory / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{directory / name} cannot be read: {error.strerror}") from error
+        wanted = manifest.files[name].sha256
+        if found != wanted:
+            raise CheckpointError(
+                f"{directory / name} is damaged: sha256 is {found[:16]}..., "
+                f"the manifest says {wanted[:16]}..."
+            )
+
+
+def _what_exists(root: Path) -> str:
+    names = [path.name for _, path in list_steps(root)]
+    if not names:
+        return f"{root} holds no checkpoint"
+    return f"there are: {', '.join(names)}"

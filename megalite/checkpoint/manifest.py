@@ -1,0 +1,152 @@
+"""What a checkpoint says about itself: `manifest.json`, written last and checked before use.
+
+Holds every tensor's global name, shape and dtype, the rectangles it is stored as, the trainer's
+state, the resolved config, the layout and versions, and size and sha256 of every file. Checksums
+are per file, not per rectangle: each byte is hashed once while it is written (about 1.5 GB/s per
+core) and once when verified, shared over the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from megalite import __version__
+from megalite.checkpoint.shard_file import DTYPES
+from megalite.errors import CheckpointError
+from megalite.rectangles import Rectangle, why_not_cover
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class FileEntry(_Strict):
+    """One shard file: what it must be on disk."""
+
+    size_bytes: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class StoredRectangle(_Strict):
+    """Where one rectangle of a tensor lies: the tensor `key` of `file`."""
+
+    file: str
+    key: str
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+
+    @property
+    def box(self) -> Rectangle:
+        """Its place in the global tensor."""
+        return Rectangle(self.offsets, self.sizes)
+
+
+class TensorEntry(_Strict):
+    """One global tensor and the rectangles that make it up, each element once."""
+
+    shape: tuple[Count, ...]
+    dtype: str
+    rectangles: tuple[StoredRectangle, ...]
+
+
+class Manifest(_Strict):
+    """The whole description of a checkpoint; refuses what does not fit together."""
+
+    format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
+    version: Literal[1] = 1
+    step: Count
+    versions: dict[str, str]
+    layout: dict[str, int]
+    config: JsonValue
+    state: dict[str, JsonValue]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Manifest:
+        for name in self.files:
+            if not _SAFE_NAME.fullmatch(name):
+                raise ValueError(f"file {name!r} is not a plain name in the checkpoint directory")
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"tensor {name}: unknown dtype {tensor.dtype!r}")
+            for stored in tensor.rectangles:
+                if stored.file not in self.files:
+                    raise ValueError(f"tensor {name}: file {stored.file!r} is not listed")
+            problem = why_not_cover(tensor.shape, [r.box for r in tensor.rectangles])
+            if problem:
+                raise ValueError(f"tensor {name} is not complete: {problem}")
+        return self
+
+
+def make_manifest(**fields: Any) -> Manifest:
+    """Build and check a manifest; adds the versions. Raises CheckpointError with the reason."""
+    versions = {
+        "megalite": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    try:
+        return Manifest(versions=versions, **fields)
+    except ValidationError as error:
+        raise CheckpointError(f"cannot describe the checkpoint: {_first(error)}") from error
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The manifest file's content: the description and, beside it, its sha256."""
+    body = _canonical(manifest.model_dump(mode="json"))
+    digest = hashlib.sha256(body).hexdigest()
+    return b'{"sha256":"%s",\n"manifest":%s}\n' % (digest.encode(), body)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check a directory's manifest. Raises CheckpointError naming the file."""
+    path = directory / MANIFEST
+    try:
+        return from_bytes(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is not a valid manifest: {_first(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def from_bytes(data: bytes) -> Manifest:
+    """Parse and check a manifest file's content. Raises ValueError, also pydantic's."""
+    outer = json.loads(data)
+    if not isinstance(outer, dict) or outer.keys() != {"sha256", "manifest"}:
+        raise ValueError("it does not hold a manifest with its checksum")
+    inner = outer["manifest"]
+    body = _canonical(inner)
+    if hashlib.sha256(body).hexdigest() != outer["sha256"]:
+        raise ValueError("its content does not match its own sha256")
+    version = inner.get("version") if isinstance(inner, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format version {version}; this megalite reads {FORMAT_VERSION}")
+    return Manifest.model_validate_json(body)
+
+
+def _canonical(document: Any) -> bytes:
+    # order of keys is kept: it is part of what was saved
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}: {problem['msg']}" if where else problem["msg"]

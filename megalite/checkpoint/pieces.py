@@ -1,0 +1,90 @@
+"""What one rank holds of a named tensor, in the words saving and loading share.
+
+A piece is a contiguous range of this rank's row-major shard of a global tensor: a whole
+parameter, a tensor-parallel shard, or the slice of a flat buffer that one data-parallel rank
+owns. Does not read or write files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megalite.rectangles import Rectangle, global_rectangles, intersect
+from megalite.sharding import ShardSpec
+
+
+@dataclass(frozen=True, eq=False)
+class NamedPiece:
+    """Elements [start, stop) of the flat shard that lies at `local_offsets` of a global tensor.
+
+    `data` is 1-D and contiguous with stop - start elements, on any device; loading writes into
+    it. `owner` is True on exactly one of the ranks that hold the same elements: only owners
+    write, all load. A rank that holds nothing of a tensor may leave its piece out or give an
+    empty one.
+    """
+
+    name: str  # global name with its kind in front: "param/...", "master/...", "exp_avg/..."
+    shape: tuple[int, ...]  # global
+    local_shape: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    start: int
+    stop: int
+    data: torch.Tensor
+    owner: bool = True
+
+    def __post_init__(self) -> None:
+        box = Rectangle(tuple(self.local_offsets), tuple(self.local_shape))
+        assert len(box.offsets) == len(box.sizes) == len(self.shape), f"{self.name}: dims differ"
+        whole = Rectangle((0,) * len(self.shape), tuple(self.shape))
+        inside = not box.volume or intersect(box, whole) == box
+        assert inside, f"{self.name}: {box} reaches outside {self.shape}"
+        assert 0 <= self.start <= self.stop <= math.prod(self.local_shape), (
+            f"{self.name}: range [{self.start}, {self.stop}) is not inside {self.local_shape}"
+        )
+        assert self.data.shape == (self.stop - self.start,), f"{self.name}: data has wrong length"
+        assert self.data.is_contiguous(), f"{self.name}: data is not contiguous"
+
+    @classmethod
+    def whole(cls, name: str, data: torch.Tensor, owner: bool = True) -> NamedPiece:
+        """A tensor that this rank holds in full; `data` is contiguous, of any shape."""
+        shape, flat = tuple(data.shape), data.detach().view(-1)
+        return cls(name, shape, shape, (0,) * len(shape), 0, flat.numel(), flat, owner)
+
+    @classmethod
+    def of_shard(
+        cls,
+        kind: str,
+        spec: ShardSpec,
+        tp: int,
+        tp_rank: int,
+        data: torch.Tensor,
+        start: int = 0,
+        owner: bool = True,
+    ) -> NamedPiece:
+        """Elements [start, start + data.numel()) of tp rank `tp_rank`'s flat shard of `spec`.
+
+        Named "kind/spec.name". `data` is contiguous; the caller says which rank owns a
+        replicated tensor (`spec.shard_dim` None: one tp rank) and a tied copy (`spec.copy`).
+        """
+        flat = data.detach().view(-1)
+        return cls(
+            name=f"{kind}/{spec.name}",
+            shape=spec.shape,
+            local_shape=spec.local_shape(tp),
+            local_offsets=spec.local_offsets(tp, tp_rank),
+            start=start,
+            stop=start + flat.numel(),
+            data=flat,
+            owner=owner,
+        )
+
+    def rectangles(self) -> list[tuple[Rectangle, torch.Tensor]]:
+        """The piece as rectangles of the global tensor, each with its view of `data`."""
+        found, first, flat = [], 0, self.data.detach()
+        for box in global_rectangles(self.local_shape, self.local_offsets, self.start, self.stop):
+            found.append((box, flat.narrow(0, first, box.volume).view(box.sizes)))
+            first += box.volume
+        return found
