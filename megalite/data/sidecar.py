@@ -1,0 +1,85 @@
+"""`PREFIX.json`: what a prepared dataset says of itself beside Megatron's two files.
+
+Optional on reading: a dataset from elsewhere has none. One that does not describe the files beside
+it is refused. It holds no paths but the names that the user gave.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megalite.data.indexed import IndexedDataset, file_of
+from megalite.errors import DataError
+
+
+class TokenizerInfo(BaseModel):
+    """Which tokenizer made the ids."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    file: str
+    sha256: str
+    trained: bool
+
+
+class SourceInfo(BaseModel):
+    """Where the text came from, and what was left out of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    description: str
+    text_bytes: int = Field(ge=0)
+    skipped: dict[str, int]
+
+
+class Sidecar(BaseModel):
+    """Content of PREFIX.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["megalite-dataset"] = "megalite-dataset"
+    version: Literal[1] = 1
+    vocab_size: int = Field(ge=1)
+    eos_id: int = Field(ge=0)
+    max_id: int = Field(ge=-1)
+    num_tokens: int = Field(ge=0)
+    num_documents: int = Field(ge=0)
+    dtype: str
+    fingerprint: str
+    tokenizer: TokenizerInfo
+    source: SourceInfo
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (self.model_dump_json(indent=2) + "\n").encode()
+
+
+def read_sidecar(data: IndexedDataset) -> Sidecar | None:
+    """The sidecar of an opened dataset, None if it has none; DataError if it is not its own."""
+    path = file_of(data.prefix, ".json")
+    if not path.is_file():
+        return None
+    sidecar = _parse(path)
+    stated = (sidecar.num_tokens, sidecar.num_documents, sidecar.dtype)
+    found = (data.num_tokens, data.num_documents, data.dtype.name)
+    if stated != found:
+        raise DataError(
+            f"{path} states (tokens, documents, dtype) = {stated}, the files beside it hold "
+            f"{found}: they were replaced; prepare the dataset again, or delete {path.name}"
+        )
+    return sidecar
+
+
+def _parse(path: Path) -> Sidecar:
+    try:
+        return Sidecar.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "content"
+        raise DataError(
+            f"{path}: {field}: {first['msg']}; wanted what `megalite data prepare` writes: "
+            "prepare the dataset again, or delete this file"
+        ) from error

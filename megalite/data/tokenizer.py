@@ -1,0 +1,109 @@
+"""The sentencepiece tokenizer: loading and using one. Training one is in tokenizer_training.py.
+
+Ids of bos, eos, pad and unk are put in by code and never come from text: `</s>` in a document is
+four or so ordinary pieces. encode() is the library's own encoding of the whole document. For a
+tokenizer that megalite trained, decode(encode(x)) is x for any text, bar one character: U+2581,
+which sentencepiece itself uses to mean a space, reads back as a space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from megalite.errors import DataError
+
+
+class Tokenizer:
+    """A sentencepiece model file opened for encoding and decoding."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self.content = self.path.read_bytes()
+        except OSError as error:
+            raise DataError(f"tokenizer {path}: cannot be read: {error.strerror}") from error
+        self._processor = _load(self.content, str(path))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, name: str) -> Tokenizer:
+        """A tokenizer that is not a file (yet); `name` stands for it in messages."""
+        tokenizer = cls.__new__(cls)
+        tokenizer.path, tokenizer.content = Path(name), content
+        tokenizer._processor = _load(content, name)
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._processor.get_piece_size())
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def bos_id(self) -> int | None:
+        return _id_or_none(self._processor.bos_id())
+
+    @property
+    def pad_id(self) -> int | None:
+        return _id_or_none(self._processor.pad_id())
+
+    @property
+    def eos_id(self) -> int:
+        """Id that ends a document; DataError when the model has none."""
+        found = _id_or_none(self._processor.eos_id())
+        if found is None:
+            raise DataError(
+                f"tokenizer {self.path}: has no end-of-sentence id (eos), which ends each "
+                "document; use a model that was trained with one"
+            )
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a whole text, without bos or eos."""
+        return self.encode_batch([text], num_threads=1)[0]
+
+    def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
+        """`encode` of each text; the number of threads does not change the result."""
+        try:
+            data = [text.encode() for text in texts]
+        except UnicodeEncodeError as error:
+            raise DataError(f"text holds a lone surrogate, which has no UTF-8 form: {error}") from (
+                error
+            )
+        return self._processor.encode(  # type: ignore[no-any-return]
+            data, out_type=int, num_threads=num_threads
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; control ids give nothing, incomplete UTF-8 gives U+FFFD."""
+        plain = [int(number) for number in ids]
+        bad = [number for number in plain if not 0 <= number < self.vocab_size]
+        if bad:
+            raise DataError(
+                f"tokenizer {self.path}: id {bad[0]} is not in its vocabulary of "
+                f"{self.vocab_size}; ids must be 0 to {self.vocab_size - 1}"
+            )
+        return str(self._processor.decode(plain))
+
+
+def _load(content: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        loaded = bool(content) and processor.LoadFromSerializedProto(content)
+    except RuntimeError:
+        loaded = False
+    if not loaded or processor.get_piece_size() < 1:
+        raise DataError(
+            f"tokenizer {name}: not a sentencepiece model ({len(content)} bytes); "
+            "give the .model file that sentencepiece or `megalite data prepare` wrote"
+        )
+    return processor
+
+
+def _id_or_none(number: int) -> int | None:
+    return number if number >= 0 else None

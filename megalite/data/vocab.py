@@ -1,0 +1,77 @@
+"""Do a dataset's ids fit a model's vocabulary? Answered before the first step, in bounded time.
+
+Known from the dtype where that is narrow enough; else by scanning a dataset of up to SCAN_TOKENS;
+else from the sidecar, if its fingerprint still holds; else by scanning an even sample of that size.
+The answer says which. Under a sample, microbatches should be checked too (Batches: vocab_size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megalite.data.fingerprint import fingerprint_files
+from megalite.data.indexed import IndexedDataset
+from megalite.data.sidecar import Sidecar
+from megalite.errors import DataError
+
+SCAN_TOKENS = 100_000_000
+SCAN_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class VocabCheck:
+    """How it is known, the largest id (or a bound on it), and the same in words."""
+
+    how: Literal["dtype", "scan", "sidecar", "sample"]
+    max_id: int
+    detail: str
+
+
+def check_vocab(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -> VocabCheck:
+    """DataError when ids reach `vocab_size`, naming both; else how that is known."""
+    check = _largest_id(data, sidecar, vocab_size)
+    if check.max_id >= vocab_size:
+        raise DataError(
+            f"{data.bin_path}: holds token id {check.max_id} ({check.detail}), the model has "
+            f"model.vocab_size={vocab_size}; set it to {check.max_id + 1} or more, "
+            "or prepare the data with the model's tokenizer"
+        )
+    return check
+
+
+def _largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -> VocabCheck:
+    count, limits = data.num_tokens, np.iinfo(data.dtype)
+    if limits.min >= 0 and limits.max < vocab_size:
+        return VocabCheck("dtype", int(limits.max), f"largest value of {data.dtype.name}")
+    if count <= SCAN_TOKENS:
+        return VocabCheck("scan", _scan(data, 1), f"largest of all {count} tokens")
+    if sidecar is not None:
+        _check_fingerprint(data, sidecar)
+        return VocabCheck("sidecar", sidecar.max_id, f"as {data.prefix}.json states")
+    every = -(-count // SCAN_TOKENS)
+    detail = f"largest in a sample, 1 of {every} blocks of {SCAN_CHUNK} tokens"
+    return VocabCheck("sample", _scan(data, every), detail)
+
+
+def _scan(data: IndexedDataset, every: int) -> int:
+    largest = -1
+    for start in range(0, data.num_tokens, SCAN_CHUNK * every):
+        part = data.tokens[start : start + SCAN_CHUNK]
+        if (low := int(part.min())) < 0:
+            raise DataError(
+                f"{data.bin_path}: holds token id {low}; ids must be 0 or more: "
+                "the file is damaged or of another kind"
+            )
+        largest = max(largest, int(part.max()))
+    return largest
+
+
+def _check_fingerprint(data: IndexedDataset, sidecar: Sidecar) -> None:
+    if (found := fingerprint_files(data.bin_path, data.idx_path)) != sidecar.fingerprint:
+        raise DataError(
+            f"{data.prefix}.json: fingerprint: found {found} in the files, the sidecar states "
+            f"{sidecar.fingerprint}: they were replaced; prepare the dataset again"
+        )
