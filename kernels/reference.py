@@ -120,8 +120,12 @@ def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor) -> Tensor:
     gate_Tf, up_Tf = h_T2f.chunk(2, dim=-1)
     dh_T2f = torch.empty_like(h_T2f)
     dgate_Tf, dup_Tf = dh_T2f.chunk(2, dim=-1)
-    torch.mul(F.silu(gate_Tf), da_Tf, out=dup_Tf)
-    torch.ops.aten.silu_backward.grad_input(da_Tf * up_Tf, gate_Tf, grad_input=dgate_Tf)
+    sigmoid_Tf = torch.sigmoid(gate_Tf)
+    silu_Tf = gate_Tf * sigmoid_Tf
+    torch.mul(da_Tf, silu_Tf, out=dup_Tf)
+    # silu' = sigmoid + silu - silu * sigmoid: one exponential for both halves
+    slope_Tf = silu_Tf.addcmul_(silu_Tf, sigmoid_Tf, value=-1.0).add_(sigmoid_Tf)
+    torch.mul(slope_Tf.mul_(up_Tf), da_Tf, out=dgate_Tf)
     return dh_T2f.to(dtype)
 
 

@@ -37,6 +37,7 @@ class GradStore:
     def bind(self, param: nn.Parameter, buffer: Tensor) -> None:
         """Let contributions to `param` go into `buffer` (same shape, main-gradient dtype)."""
         assert buffer.shape == param.shape, (buffer.shape, param.shape)
+        assert buffer.is_contiguous(), "layers add into flattened views of the buffer"
         self._buffers[param] = buffer
 
     def buffer(self, param: nn.Parameter) -> Tensor:

@@ -1,0 +1,151 @@
+"""The command line: one thin function a verb. What a verb needs is imported when it runs.
+
+So `megalite --help` loads neither torch nor numpy, and a mistake in a config is answered before
+torch is imported. Errors that are the user's to fix (MegaliteError) end here: one "error:" line
+each on stderr, exit code 2, no traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megalite.cli import data
+from megalite.errors import ConfigError, MegaliteError
+
+USAGE_EXIT = 2
+
+
+class _ErrorsToLines(TyperGroup):
+    """Turns a MegaliteError of any verb into lines on stderr."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MegaliteError as error:
+            if ctx.params["traceback"]:
+                raise
+            for line in _lines(error):
+                typer.echo(f"error: {line}", err=True)
+            raise typer.Exit(USAGE_EXIT) from None
+
+
+app = typer.Typer(
+    name="megalite",
+    help="Train transformers that are too large for one GPU.",
+    cls=_ErrorsToLines,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(data.app, name="data")
+
+
+@app.callback()
+def _root(
+    traceback: Annotated[bool, typer.Option("--traceback", hidden=True)] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Start the processes here, on the CPU or GPUs.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run, and of its folder; same as name=NAME.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show each value and its origin, and stop.")
+    ] = False,
+) -> None:
+    """Train the model that CONFIG describes."""
+    from megalite.config_check import check_config, missing_inputs, resolve, resolve_schedule
+    from megalite.config_keys import toml_value
+    from megalite.config_load import load_config
+    from megalite.config_text import print_config as show
+
+    named = [] if name is None else [f"name={toml_value(name)}"]
+    loaded = load_config(config, [*(overrides or []), *named])
+    problems = check_config(loaded.config, origins=loaded.origins)
+    if print_config and not problems:
+        fill = resolve if local else resolve_schedule
+        return show(loaded.with_config(fill(loaded.config)))
+    problems += missing_inputs(loaded.config)
+    if problems:
+        raise ConfigError(problems)
+
+    from megalite.train.launch import train_command
+
+    train_command(loaded, local=local)
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
+) -> None:
+    """Show a run's losses and where its time went; draw its loss curve as loss.png."""
+    from pathlib import Path
+
+    from megalite.train.report import draw_losses, summary, time_table
+
+    for line in [*summary(Path(run)), "", *time_table(Path(run))]:
+        typer.echo(line)
+    typer.echo(f"\nloss curve: {draw_losses(Path(run), Path(run) / 'loss.png')}")
+
+
+@app.command()
+def generate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many; 0: all.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Continue a text with a run's newest checkpoint."""
+    from pathlib import Path
+
+    from megalite.train.generate import generate as sample
+    from megalite.train.generate import load_model, load_tokenizer, open_run
+
+    model, config = load_model(open_run(Path(run)))
+    tokenizer = load_tokenizer(config)
+    ids = tokenizer.encode(prompt)
+    added = sample(
+        model,
+        ids,
+        tokens,
+        temperature=temperature,
+        top_k=top_k or None,
+        seed=seed,
+        eos_id=tokenizer.eos_id,
+        num_ids=tokenizer.vocab_size,
+    )
+    typer.echo(tokenizer.decode(ids + added))
+
+
+@app.command()
+def version() -> None:
+    """Print megalite's version."""
+    from importlib.metadata import version as installed
+
+    typer.echo(f"megalite {installed('megalite')}")
+
+
+def main() -> None:
+    """Entry point of the `megalite` command."""
+    app()
+
+
+def _lines(error: MegaliteError) -> list[str]:
+    return error.problems if isinstance(error, ConfigError) else str(error).splitlines()

@@ -1,0 +1,61 @@
+"""A step's microbatches as the model reads them: tokens on the device, weights that sum to 1.
+
+The loss of a step is the sum over its valid tokens divided by their number over the whole global
+batch, known before the first microbatch; so neither padding nor accumulation nor layout moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.data.dataset import Batches, MicroBatch
+from megalite.distributed import comm
+from megalite.distributed.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One microbatch: token_T and label_T int64 [T]; weight_T [T]; cu_seqlens [0, ..., T]."""
+
+    token_T: Tensor
+    label_T: Tensor
+    weight_T: Tensor
+    cu_seqlens: list[int]
+
+
+def rank_micro_batches(
+    batches: Batches, step: int, global_batch: int, micro_batch: int, mesh: Mesh
+) -> list[MicroBatch]:
+    """This rank's microbatches of a step, in order; the same on all ranks of a replica."""
+    count = global_batch // (micro_batch * mesh.dp.size)
+    return [
+        batches.micro_batch(step, global_batch, micro_batch, mesh.dp.rank, mesh.dp.size, index)
+        for index in range(count)
+    ]
+
+
+def count_valid_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+    """Labels that count in the whole global batch."""
+    mine = sum(int(batch.loss_weight.count_nonzero()) for batch in micro_batches)
+    total = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
+    comm.all_reduce(total, mesh.dp)
+    return int(total)
+
+
+def token_batches(
+    micro_batches: Sequence[MicroBatch], scale: float, device: torch.device
+) -> list[TokenBatch]:
+    """Microbatches on `device`, each valid token weighing `scale`."""
+    return [
+        TokenBatch(
+            token_T=batch.tokens.to(device),
+            label_T=batch.labels.to(device),
+            weight_T=(batch.loss_weight.double() * scale).to(device),
+            cu_seqlens=batch.cu_seqlens.tolist(),
+        )
+        for batch in micro_batches
+    ]

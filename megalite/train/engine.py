@@ -1,0 +1,115 @@
+"""Model chunks, optimizer and pipeline of one rank, built from a config: the step without a loop.
+
+Everything that trains goes through here, at every layout: the trainer, the parity tests and the
+benchmarks build the same object. Knows no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megalite.config import RunConfig
+from megalite.config_stages import stage_layer_counts
+from megalite.distributed.mesh import Mesh
+from megalite.model.init import init_params
+from megalite.model.transformer import Transformer
+from megalite.optim.zero1 import DistributedOptimizer, StepResult
+from megalite.pipeline.runtime import PipelineRuntime
+from megalite.pipeline.stage import Boundary
+from megalite.schedules import build
+from megalite.tensor_parallel.context import TensorParallel
+from megalite.train.batch import TokenBatch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Engine:
+    """One rank's share of the model, with the optimizer over it and the pipeline through it.
+
+    `config` must be resolved (parallel.dp and pipeline.schedule filled in).
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.dtype = DTYPES[config.train.dtype]
+        self.chunks = build_chunks(config, mesh, self.dtype)
+        self.optimizer = DistributedOptimizer(
+            self.chunks, mesh, config.optimizer, self.dtype, mesh.device
+        )
+        tokens = config.train.micro_batch * config.data.seq_length
+        if config.parallel.sequence_parallel:
+            tokens //= mesh.tp.size
+        schedule = build(
+            str(config.pipeline.schedule),
+            config.parallel.pp,
+            config.parallel.vpp,
+            config.train.global_batch // (config.train.micro_batch * mesh.dp.size),
+        )
+        self.runtime = PipelineRuntime(
+            schedule,
+            self.chunks,
+            mesh,
+            Boundary((tokens, config.model.hidden_size), self.dtype),
+            on_last_backward_start=self.optimizer.expect_last,
+            on_reduce=self.optimizer.finish_chunk,
+        )
+
+    def forward_backward(self, batches: Sequence[TokenBatch]) -> Tensor:
+        """Gradients of a step's microbatches; this rank's part of the loss (0 off the last stage).
+
+        Returns float64, on the device: the sum of the microbatches' losses, in order.
+        """
+        self.optimizer.begin_step()
+        return self._total(self.runtime.run(batches))
+
+    def train_step(self, batches: Sequence[TokenBatch], lr: float) -> tuple[Tensor, StepResult]:
+        """`forward_backward`, then one optimizer step with rate `lr`."""
+        loss = self.forward_backward(batches)
+        return loss, self.optimizer.step(lr)
+
+    @torch.no_grad()
+    def forward_only(self, batches: Sequence[TokenBatch]) -> Tensor:
+        """This rank's part of the loss of some microbatches, float64; no gradients."""
+        return self._total(self.runtime.run_forward(batches))
+
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        # tp ranks of the last stage all hold the loss; the first of them stands for it.
+        if self.mesh.tp.rank == 0:
+            for loss in losses:
+                total += loss
+        return total
+
+
+def build_chunks(config: RunConfig, mesh: Mesh, dtype: torch.dtype) -> list[Transformer]:
+    """This pipeline rank's model chunks with their initial weights: stage s is on rank s mod pp."""
+    counts = stage_layer_counts(config)
+    stops = list(accumulate(counts))
+    chunks = []
+    for stage in range(mesh.pp.rank, len(counts), mesh.pp.size):
+        tp = TensorParallel(
+            mesh.tp,
+            dtype,
+            mesh.device,
+            sequence_parallel=config.parallel.sequence_parallel,
+            overlap=config.parallel.overlap_tp,
+        )
+        chunk = Transformer(
+            config.model,
+            tp,
+            seq_length=config.data.seq_length,
+            layers=range(stops[stage] - counts[stage], stops[stage]),
+            first=stage == 0,
+            last=stage == len(counts) - 1,
+            recompute=config.train.recompute,
+            loss_chunk_tokens=config.train.loss_chunk_tokens,
+        )
+        init_params(
+            chunk.named_params(), config.model, config.train.seed, mesh.tp.size, mesh.tp.rank
+        )
+        chunks.append(chunk)
+    return chunks

@@ -1,0 +1,161 @@
+"""The numbers of a step beside its loss: time split, rates, memory; and the console line.
+
+Writes no files (records.py does) and computes nothing that training depends on.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.config import ModelConfig
+from megalite.distributed.ledger import Ledger
+from megalite.hardware import peak_tflops
+from megalite.model_math import mfu, training_flops
+from megalite.train.records import TIME_PARTS
+
+_DP_AXES = ("dp", "dp_cp", "embedding")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What this process computes on. `peak_tflops` and `memory_bytes` are None where unknown."""
+
+    name: str
+    is_gpu: bool
+    peak_tflops: float | None
+    memory_bytes: int | None
+
+
+def describe_device(device: torch.device, dtype: str) -> Device:
+    """Name and peak of the device; a device that no hardware file names has no peak."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return Device(name, True, peak_tflops(name, dtype), total)
+    return Device(platform.processor() or platform.machine() or "cpu", False, None, None)
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Most memory this process has held: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+class StepClock:
+    """Splits one rank's step into the parts of `TIME_PARTS`, from its clock and its ledger.
+
+    `lap(part)` ends a segment: waiting inside it goes to the axis that was waited for, what is left
+    to `part`. Waiting for other pipeline stages is given by the runtime (`pp_wait_s`).
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.parts_s = dict.fromkeys(TIME_PARTS, 0.0)
+        self._began = time.perf_counter()
+        self._seen = dict(ledger.seconds)
+
+    def lap(self, part: str, pp_wait_s: float = 0.0) -> None:
+        now, seconds = time.perf_counter(), dict(self._ledger.seconds)
+        waited = {axis: s - self._seen.get(axis, 0.0) for axis, s in seconds.items()}
+        tp_s = waited.get("tp", 0.0)
+        dp_s = sum(waited.get(axis, 0.0) for axis in _DP_AXES)
+        world_s = waited.get("world", 0.0)
+        self.parts_s["tp_comm"] += tp_s
+        self.parts_s["dp_comm"] += dp_s
+        self.parts_s["pp_wait"] += pp_wait_s
+        rest = now - self._began - tp_s - dp_s - world_s - pp_wait_s
+        self.parts_s[part] += max(0.0, rest)
+        self._began, self._seen = now, seconds
+
+
+def other_time(parts_s: dict[str, float], wall_s: float) -> dict[str, float]:
+    """The parts with `other` set to what the named ones leave of the wall time."""
+    named = {part: seconds for part, seconds in parts_s.items() if part != "other"}
+    return {**named, "other": wall_s - sum(named.values())}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed of a step over all ranks, under the names of metrics.jsonl."""
+
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    mfu: float | None
+    mfu_causal: float | None
+
+
+def step_rates(
+    tokens: int, wall_s: float, world_size: int, model: ModelConfig, seq_length: int, device: Device
+) -> Rates:
+    """Rates of a step of `tokens` input tokens; MFU None on a device without a known peak."""
+    per_s = tokens / wall_s
+    flops = training_flops(model, seq_length)
+    used = mfu(per_s, model, seq_length, device.peak_tflops, world_size)
+    return Rates(
+        tokens_per_s_per_gpu=per_s / world_size,
+        model_tflops_per_gpu=flops.total_full * per_s / world_size / 1e12,
+        mfu=None if used is None else used.full,
+        mfu_causal=None if used is None else used.causal,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what a run computes."""
+    return {
+        "megalite": version("megalite"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree that runs, None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def device_memory_text(used_bytes: int, device: Device) -> str:
+    gib = 2**30
+    total = f"/{device.memory_bytes / gib:.1f}" if device.memory_bytes else ""
+    return f"{used_bytes / gib:.1f}{total} GiB"
+
+
+def step_line(line: dict[str, Any], total_steps: int, device: Device) -> str:
+    """The console line of a step record."""
+    used = line["mfu_causal"]
+    unit = "gpu" if device.is_gpu else "rank"
+    parts = [
+        f"step {line['step']:5d}/{total_steps}",
+        f"loss {line['loss']:.4f}",
+        f"gnorm {line['grad_norm']:.2f}",
+        f"lr {line['lr']:.2e}",
+        f"{line['step_time_s'] * 1e3:.1f} ms",
+        f"{_short(line['tokens_per_s_per_gpu'])} tok/s/{unit}",
+        "mfu n/a" if used is None else f"mfu {used:.1%}",
+        f"mem {device_memory_text(line['memory_peak_bytes'], device)}",
+        f"data {line['time_data_s'] / line['step_time_s']:.1%}",
+    ]
+    return "  ".join(parts)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e3:.1f}k" if value >= 1000 else f"{value:.0f}"

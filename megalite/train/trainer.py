@@ -1,0 +1,315 @@
+"""The training loop of one rank: data, step, evaluation, metrics, checkpoints, signals.
+
+Reading order: `Trainer.run`, then `_step`. What a step computes is in engine.py; what it reports in
+metrics.py; what is saved in state.py. All ranks run this in lockstep; only rank 0 writes metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.config import RunConfig
+from megalite.config_text import to_toml
+from megalite.distributed import comm
+from megalite.distributed.mesh import Mesh
+from megalite.errors import CheckpointError, ConfigError, MegaliteError
+from megalite.model_math import parameter_counts
+from megalite.optim.lr_schedule import learning_rate
+from megalite.optim.norm import NonFiniteGradientError
+from megalite.optim.zero1 import StepResult
+from megalite.train import metrics, records, state
+from megalite.train.batch import count_valid_tokens, rank_micro_batches, token_batches
+from megalite.train.console import Console
+from megalite.train.datasets import open_batches, require_same_data
+from megalite.train.engine import Engine
+from megalite.train.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
+
+
+@dataclass(frozen=True)
+class StepEdge:
+    """What the ranks agree on at the end of a step: one all-reduce."""
+
+    loss: float
+    signalled: bool
+    parts_s: dict[str, float]  # mean over ranks
+
+
+class Trainer:
+    """One rank's run. `config` must be resolved; `mesh` has its groups created.
+
+    Raises ConfigError, DataError or CheckpointError before the first step when the run cannot be
+    what was asked for.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh, console: Console | None = None) -> None:
+        self.config, self.mesh = config, mesh
+        self.folder = Path(config.out) / config.name
+        self.console = console or Console(quiet=mesh.rank != 0)
+        self.train_batches, self.valid_batches = open_batches(config)
+        self.data_id = self.train_batches.span.data.fingerprint()
+        require_same_data(self.data_id, config, mesh)
+        self.engine = Engine(config, mesh)
+        self.device = metrics.describe_device(mesh.device, config.train.dtype)
+        self.consumed_tokens = 0
+        self.step = 0  # steps done
+        self.saved_step: int | None = None
+        self.metrics: records.MetricsFile | None = None
+        self._edge_at = time.perf_counter()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def run(self, stop_at: int | None = None) -> int:
+        """Train to `train.steps` (or leave at `stop_at` as on a signal) and return an exit code."""
+        try:
+            with SignalFlag() as flag:
+                self._resume()
+                if self.mesh.rank == 0:
+                    self._open_folder()
+                with self.console.progress(self.step, self.config.train.steps):
+                    self._train(flag, stop_at)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        if self.step == self.config.train.steps:
+            return self._leave(0, "finished")
+        return self._leave(EXIT_SAVED_ON_SIGNAL, flag.name or "stopped")
+
+    def _train(self, flag: SignalFlag, stop_at: int | None) -> None:
+        """Steps until the last one, a signal on any rank or `stop_at`; the last state is saved."""
+        last = self.config.train.steps
+        self._edge_at = time.perf_counter()
+        leaving = self.step == stop_at
+        while self.step < last and not leaving:
+            leaving = self._step(flag).signalled or self.step == stop_at
+            if not leaving or self.step == last:
+                self._evaluate_if_due()
+            if not leaving and self._due(self.config.checkpoint.interval):
+                self._save()
+        if self.saved_step != self.step:
+            self._save()
+
+    def _step(self, flag: SignalFlag) -> StepEdge:
+        config, train, ledger = self.config, self.config.train, self.mesh.ledger
+        clock = metrics.StepClock(ledger)
+        ledger.phase = "data"
+        micro = rank_micro_batches(
+            self.train_batches, self.step, train.global_batch, train.micro_batch, self.mesh
+        )
+        valid = count_valid_tokens(micro, self.mesh)
+        batches = token_batches(micro, 1.0 / max(1, valid), self.mesh.device)
+        clock.lap("data")
+        ledger.phase = "forward and backward"
+        loss = self.engine.forward_backward(batches)
+        clock.lap("compute", self.engine.runtime.wait_s)
+        ledger.phase = "optimizer"
+        lr = learning_rate(self.step, config.optimizer, config.train.steps)
+        result = self._update(lr)
+        clock.lap("optimizer")
+        ledger.phase = "step edge"
+        edge = self._agree(loss, flag, clock)
+        self.step += 1
+        self.consumed_tokens += config.train.global_batch * config.data.seq_length
+        wall_s, self._edge_at = self._since_edge()
+        self._report(edge, wall_s, lr=lr, valid=valid, result=asdict(result))
+        return edge
+
+    def _update(self, lr: float) -> StepResult:
+        try:
+            return self.engine.optimizer.step(lr)
+        except NonFiniteGradientError as error:
+            raise NonFiniteGradientError(f"step {self.step + 1}: {error}") from None
+
+    def _agree(self, loss: torch.Tensor, flag: SignalFlag, clock: metrics.StepClock) -> StepEdge:
+        parts = torch.tensor([*clock.parts_s.values()], dtype=torch.float64)
+        mine = torch.cat([loss.cpu().view(1), torch.tensor([float(flag.raised)]).double(), parts])
+        total = comm.all_reduce(mine.to(self.mesh.device), self.mesh.world).tolist()
+        mean = [seconds / self.mesh.world.size for seconds in total[2:]]
+        return StepEdge(total[0], total[1] > 0, dict(zip(clock.parts_s, mean, strict=True)))
+
+    def _since_edge(self) -> tuple[float, float]:
+        now = time.perf_counter()
+        return now - self._edge_at, now
+
+    def _report(
+        self, edge: StepEdge, wall_s: float, lr: float, valid: int, result: dict[str, Any]
+    ) -> None:
+        """Write the step's line; a skipped step says so in a line of its own."""
+        if self.metrics is None:
+            return
+        train, seq_length = self.config.train, self.config.data.seq_length
+        tokens = train.global_batch * seq_length
+        rates = metrics.step_rates(
+            tokens, wall_s, self.mesh.world.size, self.config.model, seq_length, self.device
+        )
+        parts_s = metrics.other_time(edge.parts_s, wall_s)
+        line = {
+            "step": self.step,
+            "loss": edge.loss,
+            "grad_norm": result["grad_norm"],
+            "lr": lr,
+            "step_time_s": wall_s,
+            "tokens": tokens,
+            "loss_tokens": valid,
+            **asdict(rates),
+            "memory_peak_bytes": metrics.memory_peak_bytes(self.mesh.device),
+            "consumed_tokens": self.consumed_tokens,
+            **{f"time_{part}_s": parts_s[part] for part in records.TIME_PARTS},
+        }
+        self.metrics.write("step", **line)
+        if result["skipped"]:
+            self.metrics.write("skip", step=self.step, reason="non-finite gradients")
+            self.console.print(f"step {self.step}: gradients are not finite; update skipped")
+        if self.step % self.config.log.interval == 0 or self.step == train.steps:
+            self.console.print(metrics.step_line(line, train.steps, self.device))
+        self.console.advance(self.step)
+
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
+    def _evaluate_if_due(self) -> None:
+        interval = self.config.eval.interval
+        if interval and (self._due(interval) or self.step == self.config.train.steps):
+            self.evaluate()
+            self._edge_at = time.perf_counter()
+
+    def evaluate(self) -> float:
+        """Mean loss per valid token over the validation batches; the same at every layout."""
+        assert self.valid_batches is not None, "no validation data"
+        self.mesh.ledger.phase = "evaluation"
+        train, batches = self.config.train, self.valid_batches
+        count = min(self.config.eval.batches, batches.num_steps(train.global_batch))
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for step in range(count):
+            micro = rank_micro_batches(
+                batches, step, train.global_batch, train.micro_batch, self.mesh
+            )
+            total[0] += self.engine.forward_only(token_batches(micro, 1.0, self.mesh.device))
+            total[1] += count_valid_tokens(micro, self.mesh) / self.mesh.world.size
+        loss_sum, tokens = comm.all_reduce(total, self.mesh.world).tolist()
+        loss: float = loss_sum / max(1, round(tokens))
+        if self.metrics is not None:
+            self.metrics.write(
+                "eval", step=self.step, name="validation", loss=loss, tokens=round(tokens)
+            )
+            self.console.print(
+                f"step {self.step:5d}/{train.steps}  validation loss {loss:.4f} "
+                f"over {round(tokens)} tokens"
+            )
+        return loss
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self.mesh.ledger.phase = "checkpoint"
+        path = state.save_run(
+            self.engine,
+            self.checkpoints,
+            self.step,
+            {"step": self.step, "consumed_tokens": self.consumed_tokens, "data": self.data_id},
+        )
+        self.saved_step = self.step
+        if self.metrics is not None:
+            seconds = time.perf_counter() - began
+            self.metrics.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
+            self.console.print(f"step {self.step:5d}: saved {path} in {seconds:.1f} s")
+        self._edge_at = time.perf_counter()
+
+    def _resume(self) -> None:
+        mode = self.config.checkpoint.resume
+        found = state.find_run(self.checkpoints, self.mesh)
+        if found is None:
+            if mode == "must":
+                raise CheckpointError(
+                    f'checkpoint.resume="must", but {self.checkpoints} holds no checkpoint; '
+                    "check name and out, or set checkpoint.resume to auto"
+                )
+            return
+        if mode == "never":
+            raise CheckpointError(
+                f'checkpoint.resume="never", but {self.checkpoints} holds {found.path.name}; '
+                "give the run another name, or remove the folder"
+            )
+        for reason in found.skipped:
+            self.console.print(f"passed over: {reason}")
+        if found.manifest.step > self.config.train.steps:
+            raise CheckpointError(
+                f"{found.path} is beyond train.steps={self.config.train.steps}; raise train.steps, "
+                "or start a run with another name"
+            )
+        saved = state.load_run(self.engine, found)
+        self.step, self.consumed_tokens = saved["step"], saved["consumed_tokens"]
+        self.saved_step = self.step
+        if saved["data"] != self.data_id:
+            raise CheckpointError(
+                f"{found.path} was trained on data with fingerprint {saved['data']}, "
+                f"{self.config.data.path} now has {self.data_id}; restore the dataset, or start "
+                "a run with another name"
+            )
+        self.console.print(f"resumed from {found.path} at step {self.step}")
+
+    def _open_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+            self.metrics = records.MetricsFile(self.folder / "metrics.jsonl")
+            self.console.open_log(self.folder / "log.txt")
+        except OSError as error:
+            raise ConfigError(
+                f"run folder {self.folder} cannot be written: {error.strerror}; change out or name"
+            ) from error
+        self.metrics.write(
+            "run" if self.metrics.attempt == 1 else "restart",
+            step=self.step,
+            time=time.time(),
+            config=self.config.model_dump(mode="json"),
+            versions=metrics.versions(),
+            git_commit=metrics.git_commit(),
+            world_size=self.mesh.world.size,
+            hardware=asdict(self.device),
+            parameters=parameter_counts(self.config.model).total,
+            memory=asdict(self.engine.optimizer.memory_report()),
+        )
+        for text in self.describe():
+            self.console.print(text)
+
+    def describe(self) -> list[str]:
+        """What is about to run, in a few lines."""
+        parallel, report = self.config.parallel, self.engine.optimizer.memory_report()
+        parameters, mib = parameter_counts(self.config.model).total, 2**20
+        return [
+            f"run {self.folder}: {parameters / 1e6:.2f}M parameters, "
+            f"{self.mesh.world.size} ranks = tp {parallel.tp} x pp {parallel.pp}"
+            f"{f' (x {parallel.vpp} chunks)' if parallel.vpp > 1 else ''} x dp {parallel.dp}, "
+            f"{self.config.pipeline.schedule}, ZeRO-{self.config.optimizer.zero}, "
+            f"{self.config.train.dtype} on {self.device.name}",
+            f"memory of rank 0: weights {report.param_bytes / mib:.2f} MiB, gradients "
+            f"{report.grad_bytes / mib:.2f} MiB, optimizer {report.state_bytes / mib:.2f} MiB "
+            f"(of all {report.padding_bytes / mib:.3f} MiB padding)",
+        ]
+
+    def _leave(self, code: int, reason: str) -> int:
+        self.console.print(f"{reason} at step {self.step} of {self.config.train.steps}")
+        self._close(code, reason)
+        return code
+
+    def _fail(self, error: BaseException) -> None:
+        """Note in the run folder, if it is open, why the run ends; whoever catches it tells."""
+        reason = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
+            if self.metrics is not None:
+                self.console.record(f"failed at step {self.step}: {reason}")
+            self._close(2 if isinstance(error, MegaliteError) else 1, reason)
+
+    def _close(self, code: int, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.write("end", step=self.step, reason=reason, exit_code=code)
+            self.metrics.close()
+            self.metrics = None
+        self.console.close()

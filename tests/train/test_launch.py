@@ -1,0 +1,272 @@
+"""`megalite train` as processes: signals, deaths, errors, launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megalite.cli.main import app
+from megalite.config_text import to_toml
+from tests.train.kit import (
+    GLOBAL_BATCH,
+    checkpoint_tensors,
+    different,
+    lines,
+    make_config,
+    step_numbers,
+    write_tokens,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < deadline, "nothing came for two minutes"
+        time.sleep(0.01)
+
+
+class Job:
+    """A running `megalite train`."""
+
+    def __init__(self, server: subprocess.Popen[str], folder: Path, order: dict[str, Any]) -> None:
+        self._server, self.folder = server, folder
+        self.pid = int(self._ask(order))
+
+    def _ask(self, message: object) -> str:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(message) + "\n")
+        self._server.stdin.flush()
+        return self._server.stdout.readline()
+
+    def code(self) -> int:
+        """Its exit code, once it has ended."""
+        return int(self._ask(self.pid))
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def ranks(self) -> list[int]:
+        """Pids of its ranks, in order."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+
+class Runs:
+    """Starts jobs on runs that lie in one folder."""
+
+    def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
+        self._server, self.folder, self._count = server, folder, 0
+
+    def config(self, name: str, **changes: Any) -> Path:
+        """A config file of two processes (tp 2) whose learning rate does not depend on its end."""
+        changes = {"optimizer__lr_schedule": "constant", "train__steps": 3, **changes}
+        path = self.folder / f"{name}.toml"
+        path.write_text(to_toml(make_config(self.folder, name, "tp2", **changes)))
+        return path
+
+    def start(
+        self,
+        config: Path,
+        *arguments: str,
+        fault: str | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Job:
+        """`megalite train CONFIG ARGUMENTS`; `--local` unless there is an environment."""
+        self._count += 1
+        folder = self.folder / f"job-{self._count}"
+        folder.mkdir()
+        local = [] if environment else ["--local"]
+        order = {
+            "arguments": ["train", str(config), *local, *arguments],
+            "folder": str(folder),
+            "fault": fault,
+            "environment": environment or {},
+        }
+        return Job(self._server, folder, order)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.train.cli_server"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def runs(server: subprocess.Popen[str], tmp_path: Path) -> Runs:
+    write_tokens(tmp_path / "data", 3 * GLOBAL_BATCH)
+    return Runs(server, tmp_path)
+
+
+def has_done(run: Path, steps: int) -> bool:
+    return any(line["step"] >= steps for line in lines(run, "step"))
+
+
+def test_signals_save_on_all_ranks_and_the_run_goes_on_as_if_never_stopped(runs: Runs) -> None:
+    run, config = runs.folder / "run", runs.config("run", train__steps=1_000_000)
+    job = runs.start(config)
+    wait_until(lambda: has_done(run, 2))
+    os.kill(job.ranks()[1], signal.SIGUSR1)
+    assert job.code() == 75, job.err
+    first = lines(run, "end")[-1]["step"]
+
+    job = runs.start(config)
+    wait_until(lambda: has_done(run, first + 2))
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.code() == 75, job.err
+    assert lines(run, "end")[-1]["reason"] == "SIGTERM"
+    second = lines(run, "end")[-1]["step"]
+    assert f"resumed from {run / 'checkpoints' / f'step-{first:08d}'} at step {first}\n" in job.out
+
+    steps = second + 2
+    jobs = [
+        runs.start(config, f"train.steps={steps}"),
+        runs.start(runs.config("straight", train__steps=steps)),
+    ]
+    assert [job.code() for job in jobs] == [0, 0], [job.err for job in jobs]
+    straight = runs.folder / "straight"
+    saved = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (first, second, steps)]
+    assert step_numbers(run) == step_numbers(straight)
+    assert different(checkpoint_tensors(run, steps), checkpoint_tensors(straight, steps)) == []
+
+
+def test_a_killed_rank_ends_the_job_with_a_message(runs: Runs) -> None:
+    job = runs.start(runs.config("run", train__steps=1_000_000))
+    wait_until(lambda: has_done(runs.folder / "run", 2))
+    ranks = job.ranks()
+    os.kill(ranks[1], signal.SIGKILL)
+    assert job.code() == 128 + signal.SIGKILL
+    assert job.err.startswith("rank 1 of 2 was ended by signal 9 (SIGKILL)\n")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_rank_that_raises_shows_its_own_traceback_first(runs: Runs) -> None:
+    job = runs.start(runs.config("run"), fault="raises")
+    assert job.code() == 1
+    assert job.err.startswith("rank 1 of 2 failed:\nTraceback (most recent call last):\n")
+    assert job.err.count("Traceback") == 1
+    assert "\nValueError: the cause\n" in job.err
+    assert [line["step"] for line in lines(runs.folder / "run", "step")] == [1]
+
+
+def test_errors_to_fix_are_lines_without_a_traceback(runs: Runs) -> None:
+    jobs = [
+        runs.start(runs.config("missing"), "checkpoint.resume='must'"),
+        runs.start(runs.config("spoilt"), fault="spoils_a_gradient"),
+    ]
+    assert [job.code() for job in jobs] == [2, 2]
+    missing, spoilt = (job.err for job in jobs)
+    assert missing == (
+        'error: checkpoint.resume="must", but '
+        f"{runs.folder / 'missing' / 'checkpoints'} holds no checkpoint; "
+        "check name and out, or set checkpoint.resume to auto\n"
+    )
+    assert spoilt.startswith("error: step 2: gradients of update 2 are not finite: ")
+    assert "Traceback" not in spoilt
+    assert [line["exit_code"] for line in lines(runs.folder / "spoilt", "end")] == [2]
+
+
+def test_two_jobs_at_once_on_one_host_both_train(runs: Runs) -> None:
+    jobs = [runs.start(runs.config(name)) for name in ("one", "two")]
+    assert [job.code() for job in jobs] == [0, 0], [job.err for job in jobs]
+    assert step_numbers(runs.folder / "one") == step_numbers(runs.folder / "two")
+    shown = [
+        line for line in jobs[0].out.splitlines() if line.startswith("step ") and "loss" in line
+    ]
+    assert [line.split("  loss")[0] for line in shown] == [f"step     {n}/3" for n in (1, 2, 3)]
+    assert jobs[0].err == ""
+
+
+def test_torchrun_starts_the_same_run(runs: Runs) -> None:
+    job = runs.start(runs.config("local"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = Path(sys.executable).parent / "megalite"
+    done = subprocess.run(
+        [sys.executable, *torchrun, command, "train", runs.config("torchrun")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert job.code() == 0, job.err
+    assert step_numbers(runs.folder / "torchrun") == step_numbers(runs.folder / "local")
+
+
+def launched(runs: Runs, config: Path, *arguments: str, fault: str | None = None) -> list[Job]:
+    """Two processes with the variables that torchrun would set."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        runs.start(
+            config,
+            *arguments,
+            fault=fault,
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+
+
+def test_a_failed_rank_of_a_launcher_ends_at_once_and_says_who_it_is(runs: Runs) -> None:
+    jobs = launched(runs, runs.config("run"), fault="raises")
+    assert [job.code() for job in jobs] == [1, 1]
+    assert jobs[1].err.startswith("rank 1 of 2 failed:\nTraceback")
+    assert jobs[1].err.endswith("ValueError: the cause\n")
+    assert jobs[0].err.startswith("rank 0 of 2 failed:\nTraceback")
+
+    jobs = launched(runs, runs.config("missing"), "checkpoint.resume='must'")
+    assert [job.code() for job in jobs] == [2, 2]
+    for rank, job in enumerate(jobs):
+        assert job.err.startswith(f'[rank {rank}] error: checkpoint.resume="must", but ')
+        assert job.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("local", [[], ["--local"]])
+def test_left_over_launcher_variables_are_refused(runs: Runs, local: list[str]) -> None:
+    result = CliRunner().invoke(
+        app, ["train", str(runs.config("run")), *local], env={"RANK": "0", "WORLD_SIZE": None}
+    )
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: found RANK=0 but not LOCAL_RANK, WORLD_SIZE, ")
+    assert "unset the left-over variables" in result.stderr
+
+
+def test_a_layout_for_more_processes_than_there_are_is_refused(runs: Runs) -> None:
+    result = CliRunner().invoke(app, ["train", str(runs.config("run", parallel__dp=1))])
+    assert result.exit_code == 2
+    assert "world size 1 is not divisible by parallel.tp=2" in result.stderr
+    assert not (runs.folder / "run").exists()

@@ -1,0 +1,205 @@
+"""metrics.jsonl: every line and key that other tools count on, and its repair after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megalite
+from megalite.config import RunConfig
+from megalite.model_math import parameter_counts, training_flops
+from megalite.train.metrics import Device, other_time, step_line
+from megalite.train.records import TIME_PARTS, MetricsFile, read_metrics
+from tests.pool import RankPool
+from tests.train.kit import GLOBAL_BATCH, SEQ_LENGTH, VOCAB, lines, make_config, train, write_tokens
+
+STEP_KEYS = {
+    "step": int,
+    "loss": float,
+    "grad_norm": float,
+    "lr": float,
+    "step_time_s": float,
+    "tokens": int,
+    "tokens_per_s_per_gpu": float,
+    "model_tflops_per_gpu": float,
+    "mfu": type(None),  # the CPU has no known peak
+    "mfu_causal": type(None),
+    "memory_peak_bytes": int,
+    "consumed_tokens": int,
+    **{f"time_{part}_s": float for part in TIME_PARTS},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> RunConfig:
+    """A run of three steps at tp 2 x pp 2 x dp 2, stopped after the second and resumed."""
+    folder = tmp_path_factory.mktemp("metrics")
+    write_tokens(folder / "data", 3 * GLOBAL_BATCH)
+    config = make_config(folder, "run", "3d", train__steps=3, checkpoint__interval=2)
+    pool.run(train, 8, [(config, 2), (config, None)])
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(config: RunConfig) -> Path:
+    return Path(config.out) / config.name
+
+
+def test_the_order_of_lines_and_the_attempt_that_wrote_them(run: Path) -> None:
+    found = [(line["kind"], line["attempt"]) for line in read_metrics(run / "metrics.jsonl")]
+    assert found == [
+        ("run", 1),
+        ("step", 1),
+        ("step", 1),
+        ("checkpoint", 1),
+        ("end", 1),
+        ("restart", 2),
+        ("step", 2),
+        ("checkpoint", 2),
+        ("end", 2),
+    ]
+    assert [(e["step"], e["exit_code"], e["reason"]) for e in lines(run, "end")] == [
+        (2, 75, "stopped"),
+        (3, 0, "finished"),
+    ]
+    assert [c["path"][-13:] for c in lines(run, "checkpoint")] == ["step-00000002", "step-00000003"]
+
+
+def test_the_first_line_says_what_ran_where(run: Path, config: RunConfig) -> None:
+    (line,) = lines(run, "run")
+    assert line == json.loads((run / "metrics.jsonl").read_text().split("\n")[0])
+    assert line["config"]["model"]["vocab_size"] == VOCAB
+    assert line["config"]["parallel"]["dp"] == 2
+    assert RunConfig.model_validate(line["config"], strict=False) == config
+    assert line["versions"] == {
+        "megalite": megalite.__version__,
+        "torch": torch.__version__,
+        "python": line["versions"]["python"],
+    }
+    assert line["hardware"] == {
+        "name": line["hardware"]["name"],
+        "is_gpu": False,
+        "peak_tflops": None,
+        "memory_bytes": None,
+    }
+    assert line["world_size"] == 8
+    assert line["parameters"] == parameter_counts(config.model).total
+    assert line["git_commit"] is None or len(line["git_commit"]) == 40
+    (restart,) = lines(run, "restart")
+    assert (restart["step"], restart["config"]) == (2, line["config"])
+
+
+def test_step_lines_have_every_key(run: Path, config: RunConfig) -> None:
+    tokens = GLOBAL_BATCH * SEQ_LENGTH
+    per_token = training_flops(config.model, SEQ_LENGTH).total_full
+    for number, line in enumerate(lines(run, "step"), start=1):
+        assert {key: type(line[key]) for key in STEP_KEYS} == STEP_KEYS
+        assert (line["step"], line["tokens"]) == (number, tokens)
+        assert line["consumed_tokens"] == number * tokens
+        assert 0 < line["grad_norm"] < 100
+        assert line["memory_peak_bytes"] > 2**20
+        speed = tokens / line["step_time_s"] / 8
+        assert line["tokens_per_s_per_gpu"] == pytest.approx(speed)
+        assert line["model_tflops_per_gpu"] == pytest.approx(speed * per_token / 1e12)
+
+
+def test_time_parts_add_up_to_the_step(run: Path) -> None:
+    for line in lines(run, "step"):
+        parts = {part: line[f"time_{part}_s"] for part in TIME_PARTS}
+        assert sum(parts.values()) == pytest.approx(line["step_time_s"], rel=0.01)
+        for part in ("compute", "tp_comm", "pp_wait", "dp_comm", "data", "optimizer"):
+            assert parts[part] > 0, part
+
+
+def test_the_logged_norm_is_from_before_clipping(pool: RankPool, config: RunConfig) -> None:
+    folder = Path(config.out)
+    clips = {"tight": 1e-3, "none": None}
+    jobs = [
+        (make_config(folder, name, train__steps=2, optimizer__clip_grad=clip), None)
+        for name, clip in clips.items()
+    ]
+    pool.run(train, 1, jobs)
+    tight, none = ([s["grad_norm"] for s in lines(folder / name, "step")] for name in clips)
+    assert tight[0] == none[0]
+    assert min(tight) > 100 * 1e-3
+
+
+def test_a_torn_last_line_is_removed_and_a_merely_unended_one_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.write("run", step=0)
+    first.write("step", step=1)
+    first.close()
+    whole = path.read_bytes()
+    for torn in (
+        b'{"kind": "step", "attempt": 1, "hardware": {"a": 1}',
+        b"{",
+        b"\x00\x00",
+        b"\xff",
+    ):
+        path.write_bytes(whole + torn)
+        assert [line["kind"] for line in read_metrics(path)] == ["run", "step"]
+        again = MetricsFile(path)
+        assert again.attempt == 2
+        again.write("restart", step=1)
+        again.close()
+        content = path.read_bytes()
+        assert content.startswith(whole)
+        assert [json.loads(line)["kind"] for line in content.splitlines()] == [
+            "run",
+            "step",
+            "restart",
+        ]
+    path.write_bytes(whole[:-1])
+    MetricsFile(path).close()
+    assert path.read_bytes() == whole
+
+
+def test_numbers_that_json_lacks_become_strings(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    values = {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": 0.1 + 0.2, "e": None}
+    file.write("step", **values)
+    file.close()
+    (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"bare {name}"))
+    assert (line["a"], line["b"]) == ("nan", ["inf", {"c": "-inf"}])
+    assert (line["d"], line["e"]) == (0.30000000000000004, None)
+    assert math.isnan(float(line["a"]))
+
+
+def test_other_time_is_the_rest() -> None:
+    parts = dict.fromkeys(TIME_PARTS, 0.5)
+    assert other_time(parts, 5.0)["other"] == 2.0
+    assert sum(other_time(parts, 5.0).values()) == 5.0
+
+
+LINE: dict[str, Any] = {
+    "step": 120,
+    "loss": 4.18734,
+    "grad_norm": 0.8211,
+    "lr": 3e-4,
+    "step_time_s": 0.4123,
+    "tokens_per_s_per_gpu": 39_741.0,
+    "mfu_causal": 0.4121,
+    "memory_peak_bytes": int(38.1 * 2**30),
+    "time_data_s": 0.0016,
+}
+
+
+def test_the_console_line() -> None:
+    gpu = Device("NVIDIA H200", True, 989.0, int(139.8 * 2**30))
+    assert step_line(LINE, 2000, gpu) == (
+        "step   120/2000  loss 4.1873  gnorm 0.82  lr 3.00e-04  412.3 ms  39.7k tok/s/gpu  "
+        "mfu 41.2%  mem 38.1/139.8 GiB  data 0.4%"
+    )
+    cpu = Device("x86_64", False, None, None)
+    slow = {**LINE, "mfu_causal": None, "tokens_per_s_per_gpu": 812.4, "loss": math.nan}
+    assert step_line(slow, 2000, cpu) == (
+        "step   120/2000  loss nan  gnorm 0.82  lr 3.00e-04  412.3 ms  812 tok/s/rank  "
+        "mfu n/a  mem 38.1 GiB  data 0.4%"
+    )
