@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train a real transformer in 3D on this machine: 8 processes, tp 2 x pp 2 (2 chunks) x dp 2.
+# Text is the Python standard library's own source; nothing but Python packages is downloaded.
+# Further arguments go to the training: bash launch/quickstart.sh train.steps=50
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+setup_environment ""
+cd "$root"
+export PATH="$venv/bin:$PATH"
+
+data=data/quickstart/builtin
+run=runs/quickstart
+if [ ! -f "$data.idx" ]; then
+    echo
+    echo "1. Tokens: train a tokenizer on Python's standard library and encode it."
+    megalite data prepare builtin --out "$data" --vocab-size 2048 --max-bytes 8000000
+fi
+echo
+echo "2. Training: configs/quickstart.toml on 8 processes (GPUs are used if there are 8)."
+OMP_NUM_THREADS=1 megalite train configs/quickstart.toml --local "$@"
+echo
+echo "3. A sample, greedy choice among the 50 likeliest tokens:"
+echo
+megalite generate "$run" --prompt "def read_" --tokens 96
+echo
+echo "4. What happened:"
+megalite report "$run"
+cat <<'TEXT'
+
+What to try next
+  megalite train configs/quickstart.toml --local --name longer train.steps=600
+  megalite train configs/quickstart.toml --local --name serial parallel.tp=1 parallel.pp=1 \
+      parallel.vpp=1 parallel.dp=1 parallel.sequence_parallel=false pipeline.schedule=1f1b
+      (one process, the same loss to seven digits)
+  megalite train configs/quickstart.toml --print-config
+  bash launch/test.sh
+The megalite command is in .venv/bin; `source .venv/bin/activate` puts it on your path.
+TEXT
