@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PURE = [*sorted(path.stem for path in (ROOT / "megalite").glob("*.py") if path.stem != "__init__"), "schedules"]
+MODULES = sorted(path.stem for path in (ROOT / "megalite").glob("*.py"))
+PURE = [*(name for name in MODULES if name != "__init__"), "schedules"]
 
 
 def run_python(code: str, cwd: Path, *arguments: str) -> str:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_kit import (
+
+from megalite.checkpoint import NamedPiece, Ranks, find_latest, load, open_checkpoint, save
+from megalite.errors import CheckpointError
+from tests.checkpoint.checkpoint_kit import (
     Cut,
     StepDisk,
     check_loads,
@@ -25,9 +28,6 @@ from checkpoint_kit import (
     save_globals,
     save_whole,
 )
-
-from megalite.checkpoint import NamedPiece, Ranks, find_latest, load, open_checkpoint, save
-from megalite.errors import CheckpointError
 
 CUT = Cut(1, 2)
 OLD, NEW = make_globals(seed=10), make_globals(seed=11)

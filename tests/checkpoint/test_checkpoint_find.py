@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_kit import Cut, check_loads, make_globals, ok, run_ranks, save_globals, save_whole
 
 from megalite.checkpoint import (
     NamedPiece,
@@ -27,6 +26,15 @@ from megalite.checkpoint import (
 )
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.errors import CheckpointError
+from tests.checkpoint.checkpoint_kit import (
+    Cut,
+    check_loads,
+    make_globals,
+    ok,
+    run_ranks,
+    save_globals,
+    save_whole,
+)
 
 SHARD = "rank-00000.safetensors"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_kit import run_ranks
 
 from megalite.checkpoint import GroupRanks, NamedPiece, SingleRank, find_latest, load, save
 from megalite.checkpoint.ranks import Ranks, on_first, together
 from megalite.errors import CheckpointError
 from megalite.sharding import ShardSpec
+from tests.checkpoint.checkpoint_kit import run_ranks
 
 
 def in_gloo_rank(store: Path, rank: int, root: Path) -> None:

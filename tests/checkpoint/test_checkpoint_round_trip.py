@@ -7,18 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_kit import (
-    SPECS,
-    Cut,
-    check_loads,
-    in_child,
-    make_globals,
-    make_pieces,
-    ok,
-    run_ranks,
-    save_globals,
-    save_whole,
-)
 from safetensors.torch import load_file
 
 from megalite.checkpoint import (
@@ -33,6 +21,18 @@ from megalite.checkpoint import (
 from megalite.checkpoint.shard_file import DTYPES
 from megalite.errors import CheckpointError
 from megalite.sharding import ShardSpec
+from tests.checkpoint.checkpoint_kit import (
+    SPECS,
+    Cut,
+    check_loads,
+    in_child,
+    make_globals,
+    make_pieces,
+    ok,
+    run_ranks,
+    save_globals,
+    save_whole,
+)
 
 
 @pytest.mark.parametrize(

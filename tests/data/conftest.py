@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import Documents, write_dataset
+
+from tests.data.data_helpers import Documents, write_dataset
 
 
 @pytest.fixture

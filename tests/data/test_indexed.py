@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import PROPERTY, index_bytes, write_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from megalite.data import indexed_writer
 from megalite.data.indexed import IndexedDataset, byte_offsets, dtype_for_vocab
 from megalite.data.indexed_writer import IndexedWriter
 from megalite.errors import DataError
+from tests.data.data_helpers import PROPERTY, index_bytes, write_dataset
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 

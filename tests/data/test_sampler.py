@@ -6,13 +6,13 @@ import hashlib
 
 import numpy as np
 import pytest
-from data_helpers import PROPERTY
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megalite.data.sampler import Permutation, SampleOrder
 from megalite.errors import ConfigError, DataError
+from tests.data.data_helpers import PROPERTY
 
 SIZES = st.integers(1, 700)
 COUNTS = st.lists(st.integers(0, 60), max_size=5)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_helpers import PROPERTY, index_bytes, write_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.data.dataset import Batches, MicroBatch, TokenDataset
 from megalite.errors import ConfigError, DataError
+from tests.data.data_helpers import PROPERTY, index_bytes, write_dataset
 
 Make = Callable[..., Path]
 Stream = Callable[[int], Path]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from data_helpers import PROPERTY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from megalite.data.tokenizer_training import (
     train_tokenizer,
 )
 from megalite.errors import DataError
+from tests.data.data_helpers import PROPERTY
 
 TEXT = Path(io.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(encoding="utf-8")
 VOCAB_SIZE = 500
