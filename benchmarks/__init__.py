@@ -1,0 +1,1 @@
+"""Measurements of megalite; run from a checkout, not installed."""

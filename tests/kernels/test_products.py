@@ -1,0 +1,91 @@
+"""Matrix products and the sums of weight gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalite import kernels
+from tests.kernels.numbers import (
+    DTYPES,
+    STRIDES,
+    assert_matches,
+    draw,
+    relative_error,
+    with_strides,
+)
+from tests.tolerances import FLOAT32
+
+SHAPES = [(1, 1, 1), (7, 5, 3), (33, 300, 17)]  # T, D, F
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_and_its_input_gradient(shape, strides, dtype) -> None:
+    tokens, width, features = shape
+    x = with_strides(draw(tokens, width, dtype=dtype), strides)
+    weight = with_strides(draw(features, width, dtype=dtype, seed=1), strides)
+    dy = with_strides(draw(tokens, features, dtype=dtype, seed=2), strides)
+    y = kernels.linear(x, weight)
+    dx = kernels.linear_input_grad(dy, weight)
+    assert y.dtype == dx.dtype == dtype
+    assert_matches(y, x.double() @ weight.double().t())
+    assert_matches(dx, dy.double() @ weight.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weight_gradient_is_added_in_the_buffers_dtype(shape, strides, dtype) -> None:
+    tokens, width, features = shape
+    x = with_strides(draw(tokens, width, dtype=dtype), strides)
+    dy = with_strides(draw(tokens, features, dtype=dtype, seed=2), strides)
+    buffer = draw(features, width, seed=3).to(dtype if dtype == torch.float64 else torch.float32)
+    want = buffer.double() + dy.double().t() @ x.double()
+    kernels.accumulate_weight_grad_(buffer, dy, x)
+    assert_matches(buffer, want)
+
+
+def test_sixteen_bit_weight_gradient_is_never_rounded_to_sixteen_bits() -> None:
+    x, dy = (draw(256, 8, dtype=torch.bfloat16, seed=s) for s in (0, 1))
+    exact = dy.double().t() @ x.double()
+    rounded = exact.to(torch.bfloat16)
+    assert relative_error(rounded, exact) > 100 * FLOAT32  # the check below can tell
+    buffer = torch.zeros(8, 8)
+    for part in range(0, 256, 32):  # eight microbatches
+        kernels.accumulate_weight_grad_(buffer, dy[part : part + 32], x[part : part + 32])
+    assert relative_error(buffer, exact) <= FLOAT32
+
+
+def test_weight_gradient_of_an_expanded_upstream_gradient() -> None:
+    x = draw(6, 4)
+    dy = torch.ones((), dtype=torch.float64).expand(6, 3)  # what sum().backward() sends
+    buffer = torch.zeros(3, 4, dtype=torch.float64)
+    kernels.accumulate_weight_grad_(buffer, dy, x)
+    assert_matches(buffer, x.sum(0).expand(3, 4))
+    assert_matches(kernels.linear_input_grad(dy, draw(3, 4)), draw(3, 4).sum(0).expand(6, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strides", STRIDES)
+def test_embedding_gradient(strides, dtype) -> None:
+    row = torch.tensor([3, 0, 3, 6, 0, 3, 2, 6])  # rows come back, and not in order
+    owned = torch.tensor([1, 1, 1, 1, 0, 1, 0, 1], dtype=torch.bool)
+    dy = with_strides(draw(8, 5, dtype=dtype), strides)
+    buffer = draw(7, 5, seed=1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    want = buffer.double()
+    for token in range(8):
+        if owned[token]:
+            want[row[token]] += dy[token].double()
+    untouched = buffer[[1, 2, 4, 5]].clone()
+    kernels.embedding_grad_(buffer, dy, row, owned)
+    assert_matches(buffer, want)
+    assert torch.equal(buffer[[1, 2, 4, 5]], untouched)
+
+
+def test_embedding_gradient_of_a_frequent_token_is_summed_in_float32() -> None:
+    buffer = torch.full((2, 3), 0.125)
+    dy = torch.ones(1000, 3, dtype=torch.bfloat16)  # a 16-bit sum stops growing at 256
+    kernels.embedding_grad_(buffer, dy, torch.zeros(1000).long(), torch.ones(1000).bool())
+    assert buffer.tolist() == [[1000.125] * 3, [0.125] * 3]
