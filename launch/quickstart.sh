@@ -13,7 +13,7 @@ run=runs/quickstart
 if [ ! -f "$data.idx" ]; then
     echo
     echo "1. Tokens: train a tokenizer on Python's standard library and encode it."
-    megalite data prepare builtin --out "$data" --vocab-size 2048 --max-bytes 8000000
+    megalite data prepare builtin --out "$data" --vocab-size 512 --max-bytes 8000000
 fi
 echo
 echo "2. Training: configs/quickstart.toml on 8 processes (GPUs are used if there are 8)."

@@ -47,7 +47,7 @@ def open_batches(config: RunConfig) -> tuple[Batches, Batches | None]:
             f"eval.interval={config.eval.interval}, but data.split={data.split} leaves no "
             "validation data; raise its second share or set eval.interval=0"
         )
-    valid_batches = make(valid, data.seq_length, config.train.seed, shuffle=False, **options)
+    valid_batches = make(valid, data.seq_length, config.train.seed, **options)
     if valid_batches.num_steps(config.train.global_batch) < 1:
         raise DataError(
             f"validation has {valid_batches.num_samples} samples of {data.seq_length} tokens, "
