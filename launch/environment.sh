@@ -1,10 +1,10 @@
 # Sourced by quickstart.sh and test.sh: a virtual environment in .venv with megalite in it.
 # A torch that the Python at hand already has (a GPU image) is used; else the tested one is installed.
-# MEGALITE_PYTHON names another Python than python3.
+# MEGALITE_PYTHON names another Python than python3, MEGALITE_VENV another place than .venv.
 
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-venv="$root/.venv"
+venv="${MEGALITE_VENV:-$root/.venv}"
 
 setup_environment() { # setup_environment EXTRA: "" or "[dev]"
     local extra="$1" python="${MEGALITE_PYTHON:-python3}"

@@ -2,10 +2,12 @@
 # Train a real transformer in 3D on this machine: 8 processes, tp 2 x pp 2 (2 chunks) x dp 2.
 # Text is the Python standard library's own source; nothing but Python packages is downloaded.
 # Further arguments go to the training: bash launch/quickstart.sh train.steps=50
+# MEGALITE_WORK names another folder than the repository for data/ and runs/.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 setup_environment ""
-cd "$root"
+mkdir -p "${MEGALITE_WORK:-$root}"
+cd "${MEGALITE_WORK:-$root}"
 export PATH="$venv/bin:$PATH"
 
 data=data/quickstart/builtin
@@ -17,7 +19,7 @@ if [ ! -f "$data.idx" ]; then
 fi
 echo
 echo "2. Training: configs/quickstart.toml on 8 processes (GPUs are used if there are 8)."
-OMP_NUM_THREADS=1 megalite train configs/quickstart.toml --local "$@"
+OMP_NUM_THREADS=1 megalite train "$root/configs/quickstart.toml" --local "$@"
 echo
 echo "3. A sample, greedy choice among the 50 likeliest tokens:"
 echo

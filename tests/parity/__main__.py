@@ -1,7 +1,8 @@
-"""`python -m tests.parity [--full]`: train every case and print the table of its errors."""
+"""`python -m tests.parity [--full] [--first N]`: train cases, print the table of their errors."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 
@@ -14,7 +15,11 @@ KINDS = ("loss", "norm", "grad", "param", "exp_avg", "exp_avg_sq")
 
 
 def main() -> int:
-    cases = list(all_cases()) if "--full" in sys.argv[1:] else pairwise_cases()
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="the full product: hours")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N cases")
+    options = parser.parse_args()
+    cases = (list(all_cases()) if options.full else pairwise_cases())[: options.first]
     pool = RankPool(max_world_size=8)
     print(f"{'ranks':>5}  " + "  ".join(f"{kind:>10}" for kind in KINDS) + "  case")
     worst, began = 0.0, time.monotonic()

@@ -129,9 +129,8 @@ def global_samples(case: Case, step: int) -> list[TokenBatch]:
         cuts: list[int] = []
         if case.mask == "ragged":
             keep = int(torch.randint(1, SEQ_LENGTH, (1,), generator=generator))
-            valid[keep if index % 3 else 0 :] = 0.0  # each third sample has no valid token at all
-            if case.global_batch < 3:
-                valid[0] = 1.0
+            # Each third sample, and so a microbatch or a whole rank, has no valid token at all.
+            valid[keep if index % 3 or case.global_batch == 1 else 0 :] = 0.0
         if case.mask == "documents":
             cut = torch.randperm(SEQ_LENGTH - 1, generator=generator)[:2] + 1
             cuts = sorted(cut.tolist())
