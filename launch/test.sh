@@ -9,4 +9,4 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-python -m pytest "$@"
+pytest "$@"  # not python -m: that would put kernels/ on the path as a package of its own

@@ -50,7 +50,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     environment = folder / "venv"
     environment.mkdir()
-    (environment / "bin").symlink_to(Path(sys.executable).parent)
+    for entry in Path(sys.prefix).iterdir():
+        if not entry.name.startswith(".installed"):
+            (environment / entry.name).symlink_to(entry)
     for stamp in (".installed", ".installed[dev]"):
         (environment / stamp).touch()
     return folder
