@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train a real transformer in 3D on this machine: 8 processes, tp 2 x pp 2 (2 chunks) x dp 2.
 # Text is the Python standard library's own source; nothing but Python packages is downloaded.
-# Further arguments go to the training: bash launch/quickstart.sh train.steps=50
+# About five minutes on two cores. Run again, it goes on from its checkpoint.
+# Further arguments go to the training: bash launch/quickstart.sh log.interval=1
 # MEGALITE_WORK names another folder than the repository for data/ and runs/.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -21,7 +22,7 @@ echo
 echo "2. Training: configs/quickstart.toml on 8 processes (GPUs are used if there are 8)."
 OMP_NUM_THREADS=1 megalite train "$root/configs/quickstart.toml" --local "$@"
 echo
-echo "3. A sample, greedy choice among the 50 likeliest tokens:"
+echo "3. A sample, drawn among the 50 likeliest tokens at temperature 0.8:"
 echo
 megalite generate "$run" --prompt "def read_" --tokens 96
 echo
@@ -30,7 +31,7 @@ megalite report "$run"
 cat <<'TEXT'
 
 What to try next
-  megalite train configs/quickstart.toml --local --name longer train.steps=600
+  megalite train configs/quickstart.toml --local --name longer train.steps=900
   megalite train configs/quickstart.toml --local --name serial parallel.tp=1 parallel.pp=1 \
       parallel.vpp=1 parallel.dp=1 parallel.sequence_parallel=false pipeline.schedule=1f1b
       (one process, the same loss to seven digits)

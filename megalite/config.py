@@ -23,13 +23,13 @@ class ModelConfig(Section):
     """The transformer. Sizes are whole-model sizes, never per rank."""
 
     family: Literal["llama"] = "llama"
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=100_000)
+    hidden_size: int = Field(ge=1, le=2**24)
+    num_heads: int = Field(ge=1, le=2**20)
     num_kv_heads: int | None = Field(default=None, ge=1)  # None: num_heads (no grouped queries)
     head_dim: int | None = Field(default=None, ge=1)  # None: hidden_size / num_heads
-    ffn_hidden_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=1)  # the true vocabulary, unpadded
+    ffn_hidden_size: int = Field(ge=1, le=2**24)
+    vocab_size: int = Field(ge=1, le=2**31 - 1)  # the true vocabulary, unpadded
     vocab_pad_multiple: int = Field(default=128, ge=1)  # never depends on tp
     rope_theta: float = Field(default=10000.0, gt=0)
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -56,10 +56,10 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """The layout: how many ranks each axis has, and how layers are spread over stages."""
 
-    tp: int = Field(default=1, ge=1)
-    pp: int = Field(default=1, ge=1)
-    vpp: int = Field(default=1, ge=1)  # model chunks per pipeline rank
-    dp: int | None = Field(default=None, ge=1)  # None: what the world size leaves
+    tp: int = Field(default=1, ge=1, le=2**20)
+    pp: int = Field(default=1, ge=1, le=2**12)
+    vpp: int = Field(default=1, ge=1, le=2**12)  # model chunks per pipeline rank
+    dp: int | None = Field(default=None, ge=1, le=2**20)  # None: what the world size leaves
     sequence_parallel: bool = False
     # layers of each of the pp * vpp stages, in model order; None: as even as possible
     stage_layers: list[Annotated[int, Field(ge=0)]] | None = None
@@ -90,7 +90,9 @@ class OptimizerConfig(Section):
     non_finite: Literal["stop", "skip"] = "stop"
     max_skips: int = Field(default=10, ge=1)  # consecutive skipped steps before the run stops
     zero: Literal[0, 1] = 1
-    bucket_mb: float = Field(default=40.0, gt=0)  # gradient bucket, MiB of fp32 gradients
+    bucket_mb: float = Field(
+        default=40.0, gt=0, le=1_000_000
+    )  # gradient bucket, MiB of fp32 gradients
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -108,7 +110,7 @@ class DataConfig(Section):
 
     path: str | None = Field(default=None, min_length=1)  # PREFIX of PREFIX.bin and PREFIX.idx
     tokenizer: str | None = Field(default=None, min_length=1)  # sentencepiece, generated samples
-    seq_length: int = Field(ge=1)
+    seq_length: int = Field(ge=1, le=2**31 - 1)
     split: tuple[float, float] = (0.98, 0.02)  # train, validation: shares of the token stream
     document_masks: bool = False  # documents do not attend to each other
 
@@ -135,13 +137,13 @@ class TrainConfig(Section):
     """The step: how long, how much, in which numbers."""
 
     steps: int = Field(ge=0)
-    global_batch: int = Field(ge=1)  # sequences per step
+    global_batch: int = Field(ge=1, le=10_000_000)  # sequences per step
     micro_batch: int = Field(default=1, ge=1)  # sequences per microbatch
     seed: int = Field(default=1234, ge=0, le=MAX_SEED)
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: int = Field(default=0, ge=0)  # 0: loss over whole microbatches
-    timeout_s: float = Field(default=600.0, gt=0)  # of a collective
+    timeout_s: float = Field(default=600.0, ge=1, le=1_000_000)  # of a collective
 
 
 class EvalConfig(Section):

@@ -18,6 +18,7 @@ from megalite.config_stages import stage_problems
 from megalite.errors import ConfigError
 
 Origins = Mapping[str, str]
+OVERRIDE = "override"
 
 
 def check_config(
@@ -91,13 +92,13 @@ def missing_inputs(config: RunConfig) -> list[str]:
     for suffix in (".bin", ".idx") if data.path is not None else ():
         if not Path(f"{data.path}{suffix}").is_file():
             problems.append(
-                f"data.path={data.path}: no file {data.path}{suffix}; "
-                f"correct the prefix, or make it with `megalite data`"
+                f"data.path={data.path}: no file {data.path}{suffix} below {Path.cwd()}; correct "
+                f"the prefix, or make it with `megalite data prepare SOURCE --out {data.path}`"
             )
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
         problems.append(
             f"data.tokenizer={data.tokenizer}: no such file; "
-            f"correct the path, or make it with `megalite data`"
+            f"correct the path, or make it with `megalite data prepare SOURCE --vocab-size N`"
         )
     return problems
 
@@ -253,10 +254,17 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _no_effect(config: RunConfig, origins: Origins | None) -> Iterator[str]:
+    overridden = {
+        key.split(".")[0] for key, origin in (origins or {}).items() if origin == OVERRIDE
+    }
     for name, otherwise in without_effect(config).items():
         value = value_of(config, name)
         default = keys()[name].default
         written = value != default if origins is None else origins[name] != "default"
+        # The command line may switch off what a file goes on to describe.
+        switched_off = origins is not None and name.split(".")[0] in overridden
+        if switched_off and origins is not None and origins[name] != OVERRIDE:
+            continue
         if written and value is not None:
             shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
             yield f"{name}={shown} has no effect: {otherwise}"

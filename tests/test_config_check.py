@@ -254,7 +254,7 @@ def test_missing_inputs_names_each_file(tmp_path: Path) -> None:
         config(data__path=str(prefix), data__tokenizer=str(tmp_path / "t.model"))
     )
     assert len(lines) == 2
-    assert lines[0].startswith(f"data.path={prefix}: no file {prefix}.idx;")
+    assert lines[0].startswith(f"data.path={prefix}: no file {prefix}.idx below ")
     assert lines[1].startswith(f"data.tokenizer={tmp_path}/t.model: no such file;")
     (tmp_path / "corpus.idx").touch()
     assert missing_inputs(config(data__path=str(prefix))) == []

@@ -22,8 +22,10 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     "bash launch/quickstart.sh": ({"launch": f"{ROOT}/launch"}, SHORT),
     "bash launch/test.sh": ({"launch": f"{ROOT}/launch"}, "--collect-only -q"),
     "megalite train configs/quickstart.toml --print-config": ({}, ""),
-    "megalite data prepare builtin --out data/quickstart/builtin --vocab-size 512 "
-    "--max-bytes 8000000": ({"data/quickstart": "data/again", "8000000": "400000"}, ""),
+    "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000": (
+        {"8000000": "400000"},
+        "",
+    ),
     "megalite train configs/quickstart.toml --local": ({}, SHORT),
     "megalite train configs/quickstart.toml --local --name wide parallel.tp=4 parallel.dp=1 "
     "model.num_kv_heads=4": ({}, SHORT),

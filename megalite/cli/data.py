@@ -65,9 +65,21 @@ def prepare(
             ".jsonl .jsonl.gz)."
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a dataset of this name.")
+    ] = False,
 ) -> None:
     """Tokenise text into PREFIX.bin and PREFIX.idx, one end-of-document id per document."""
+    from pathlib import Path
+
     from megalite.data.prepare import prepare as run
+    from megalite.errors import DataError
+
+    if Path(f"{out}.idx").exists() and not overwrite:
+        raise DataError(
+            f"{out}.idx exists, and runs that use this dataset would lose it; choose another "
+            "--out, or replace it with --overwrite"
+        )
 
     with _Bar() as bar:
         report = run(

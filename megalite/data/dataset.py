@@ -166,8 +166,9 @@ class Span:
 class Batches:
     """Microbatches of a span, each a pure function of (span, seed, step, place in the step).
 
-    Shuffled, for training: any step, epoch after epoch. Not shuffled, for validation: samples in
-    order, full global batches only, `num_steps` of them, and no step beyond. Steps count from 0.
+    Shuffled: any step, epoch after epoch; a validation pass keeps below `num_steps`. Not shuffled:
+    samples in order, full global batches only, `num_steps` of them, and no step beyond. Steps count
+    from 0.
     """
 
     def __init__(

@@ -122,8 +122,8 @@ def _check_choice(
 ) -> None:
     if (tokenizer is None) == (vocab_size is None):
         raise DataError(
-            f"tokenizer={tokenizer}, vocab_size={vocab_size}; give one of them: "
-            "--tokenizer FILE to use a tokenizer, or --vocab-size N to train one"
+            f"{'no' if tokenizer is None else 'both a'} tokenizer and vocabulary size given; give "
+            "one of them: --tokenizer FILE to use a tokenizer, or --vocab-size N to train one"
         )
     if tokenizer is not None and model_type is not None:
         raise DataError(

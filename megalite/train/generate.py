@@ -23,7 +23,10 @@ def open_run(run: Path) -> Checkpoint:
     """Newest sound checkpoint of a run folder; CheckpointError if there is none."""
     found = find_latest(run / "checkpoints")
     if found is None:
-        raise CheckpointError(f"{run} holds no checkpoint; give the folder of a run that has saved")
+        raise CheckpointError(
+            f"{run} {'holds no checkpoint' if run.is_dir() else 'does not exist'}; give the folder "
+            "of a run that has saved (at its end, on a signal, and every checkpoint.interval steps)"
+        )
     return found
 
 
@@ -86,7 +89,10 @@ def generate(
     """
     vocab = model.config.vocab_size
     if not prompt or not all(0 <= token < vocab for token in prompt):
-        raise DataError(f"the prompt must be one or more token ids below {vocab}, got {prompt}")
+        raise DataError(
+            f"the prompt gives the token ids {prompt}; it must give one or more below {vocab}: "
+            "use a text that is not empty, and the run's own tokenizer"
+        )
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(num_tokens):
@@ -102,7 +108,7 @@ def _pick(
 ) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
-    logits_V = logits_V.float() / temperature
+    logits_V = (logits_V - logits_V.max()).float() / temperature
     if top_k is not None and top_k < len(logits_V):
         logits_V[logits_V < logits_V.topk(top_k).values[-1]] = -torch.inf
     return int(torch.multinomial(logits_V.softmax(0), 1, generator=generator))

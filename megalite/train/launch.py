@@ -21,6 +21,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.watch import Watch
 from megalite.errors import ConfigError, MegaliteError
 from megalite.topology import Topology
+from megalite.train.agreement import require_same_config
 from megalite.train.trainer import Trainer
 
 # Exit codes of a rank that failed: by an error that the user can fix, by any other.
@@ -38,6 +39,8 @@ def train_command(loaded: Loaded, *, local: bool) -> None:
             f"--local starts its own processes, but {launch.source} already started this one as "
             f"rank {launch.rank} of {launch.world_size}; leave one of the two out"
         )
+    if not local and launch.source == "single":
+        _require_launcher(resolve(loaded.config), launch)
     world_size = None if local else launch.world_size
     require_valid(loaded.config, world_size, loaded.origins)
     config = resolve(loaded.config, world_size)
@@ -80,6 +83,7 @@ def train_rank(launch: Launch, device: torch.device, config: RunConfig) -> int:
     parallel, timeout_s = config.parallel, config.train.timeout_s
     topology = Topology(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
     mesh = Mesh(topology, device, timeout_s=timeout_s)
+    require_same_config(config, mesh)
     mesh.create()
     with Watch(mesh.ledger, timeout_s * _WATCH_SHARE, _say):
         return Trainer(config, mesh).run()

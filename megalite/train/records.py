@@ -5,12 +5,32 @@ A run that was resumed appends; lines of a later attempt carry a higher `attempt
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from megalite.errors import ConfigError, MegaliteError
 
 TIME_PARTS = ("compute", "tp_comm", "pp_wait", "dp_comm", "data", "optimizer", "other")
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Hold a run folder until the result is closed or this process ends.
+
+    ConfigError if another process holds it: two runs would mix their records and delete each
+    other's unfinished checkpoints.
+    """
+    file = (folder / "lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"{folder} is in use by another run; give this one another name, or wait for its end"
+        ) from None
+    return file
 
 
 class MetricsFile:
@@ -20,14 +40,21 @@ class MetricsFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _repair_last_line(path)
-        self.attempt = 1 + max((line.get("attempt", 1) for line in read_metrics(path)), default=0)
+        attempts = [line.get("attempt", 1) for line in read_metrics(path)]
+        self.attempt = 1 + max((a for a in attempts if isinstance(a, int)), default=0)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line and flush it; numbers that JSON cannot say (nan, inf) become strings."""
         line = {"kind": kind, "attempt": self.attempt, **values}
-        self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise MegaliteError(
+                f"{self.path} cannot be written: {error.strerror}; make room and start the run "
+                "again, it goes on from its newest checkpoint"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

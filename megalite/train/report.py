@@ -42,7 +42,10 @@ def last_steps(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], d
             kept = steps if line["kind"] == "step" else evals
             kept[line["step"]] = {**line, "loss": float(line["loss"])}
     if head is None or not steps:
-        raise DataError(f"{run / 'metrics.jsonl'} has no steps; give the folder of a run")
+        raise DataError(
+            f"{run / 'metrics.jsonl'} {'has no steps' if run.is_dir() else 'does not exist'}; "
+            "give the folder of a run that has trained"
+        )
     return [steps[s] for s in sorted(steps)], [evals[s] for s in sorted(evals)], head
 
 

@@ -108,8 +108,19 @@ def refuse_changed_settings(config: RunConfig, checkpoint: Checkpoint) -> None:
     ]
     if changed:
         raise CheckpointError(
-            "; ".join(changed) + "; restore the settings, or start a run with another name"
+            "; ".join(changed)
+            + "; restore the settings, or start a run with another name"
+            + _how_to_extend(now, saved)
         )
+
+
+def _how_to_extend(now: dict[str, Any], saved: dict[str, Any]) -> str:
+    if now[_LR_END] == saved.get(_LR_END):
+        return ""
+    return (
+        f"; to train for longer, keep the learning rate's curve with "
+        f"optimizer.decay_steps={saved.get(_LR_END)}"
+    )
 
 
 def _settings(tree: dict[str, Any]) -> dict[str, Any]:

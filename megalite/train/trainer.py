@@ -10,7 +10,7 @@ import contextlib
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -60,6 +60,7 @@ class Trainer:
         self.step = 0  # steps done
         self.saved_step: int | None = None
         self.metrics: records.MetricsFile | None = None
+        self._lock: TextIO | None = None
         self._edge_at = time.perf_counter()
 
     @property
@@ -75,12 +76,12 @@ class Trainer:
                     self._open_folder()
                 with self.console.progress(self.step, self.config.train.steps):
                     self._train(flag, stop_at)
+                if self.step == self.config.train.steps:
+                    return self._leave(0, "finished")
+                return self._leave(EXIT_SAVED_ON_SIGNAL, flag.name or "stopped")
         except BaseException as error:
             self._fail(error)
             raise
-        if self.step == self.config.train.steps:
-            return self._leave(0, "finished")
-        return self._leave(EXIT_SAVED_ON_SIGNAL, flag.name or "stopped")
 
     def _train(self, flag: SignalFlag, stop_at: int | None) -> None:
         """Steps until the last one, a signal on any rank or `stop_at`; the last state is saved."""
@@ -89,8 +90,9 @@ class Trainer:
         leaving = self.step == stop_at
         while self.step < last and not leaving:
             leaving = self._step(flag).signalled or self.step == stop_at
-            if not leaving or self.step == last:
-                self._evaluate_if_due()
+            if leaving:
+                self._save()  # first: who asked may not wait for the evaluation
+            self._evaluate_if_due()
             if not leaving and self._due(self.config.checkpoint.interval):
                 self._save()
         if self.saved_step != self.step:
@@ -257,6 +259,7 @@ class Trainer:
     def _open_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = records.lock_folder(self.folder)
             (self.folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
             self.metrics = records.MetricsFile(self.folder / "metrics.jsonl")
             self.console.open_log(self.folder / "log.txt")
@@ -302,7 +305,7 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Note in the run folder, if it is open, why the run ends; whoever catches it tells."""
         reason = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # a full disk must not hide the error
+        with contextlib.suppress(OSError, MegaliteError):  # a full disk must not hide the error
             if self.metrics is not None:
                 self.console.record(f"failed at step {self.step}: {reason}")
             self._close(2 if isinstance(error, MegaliteError) else 1, reason)
@@ -312,4 +315,7 @@ class Trainer:
             self.metrics.write("end", step=self.step, reason=reason, exit_code=code)
             self.metrics.close()
             self.metrics = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
         self.console.close()

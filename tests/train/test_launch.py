@@ -268,5 +268,5 @@ def test_left_over_launcher_variables_are_refused(runs: Runs, local: list[str]) 
 def test_a_layout_for_more_processes_than_there_are_is_refused(runs: Runs) -> None:
     result = CliRunner().invoke(app, ["train", str(runs.config("run", parallel__dp=1))])
     assert result.exit_code == 2
-    assert "world size 1 is not divisible by parallel.tp=2" in result.stderr
+    assert "parallel.tp=2 x pp=1 x dp=1 needs 2 processes, this is 1; add --local" in result.stderr
     assert not (runs.folder / "run").exists()

@@ -65,7 +65,8 @@ def test_report_of_something_else_is_refused_in_a_line(tmp_path: Path) -> None:
     result = invoke("report", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: {tmp_path / 'metrics.jsonl'} has no steps; give the folder of a run\n"
+        f"error: {tmp_path / 'metrics.jsonl'} has no steps; give the folder of a run "
+        "that has trained\n"
     )
 
 
@@ -86,7 +87,7 @@ def test_report_follows_the_last_attempt_and_stands_losses_that_are_not_finite(
     assert [(s["step"], s["attempt"]) for s in steps] == [(1, 1), (2, 1), (3, 2)]
     assert evals == []
     assert "training loss   1.0000 -> nan" in summary(tmp_path)
-    with pytest.raises(DataError, match="has no steps"):
+    with pytest.raises(DataError, match="does not exist"):
         last_steps(tmp_path / "gone")
 
 
@@ -106,7 +107,8 @@ def test_generate_without_a_checkpoint_is_refused_in_a_line(tmp_path: Path) -> N
     result = invoke("generate", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: {tmp_path} holds no checkpoint; give the folder of a run that has saved\n"
+        f"error: {tmp_path} holds no checkpoint; give the folder of a run that has "
+        "saved (at its end, on a signal, and every checkpoint.interval steps)\n"
     )
 
 

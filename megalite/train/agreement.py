@@ -1,0 +1,47 @@
+"""Ranks must run the same config: checked once, before any group is made.
+
+One rank with another learning rate, or a stale file on one node, would train to wrong numbers
+without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from megalite.config import RunConfig
+from megalite.config_keys import keys, value_of
+from megalite.distributed import comm
+from megalite.distributed.mesh import Mesh
+from megalite.errors import ConfigError
+
+
+def all_equal(digest: str, mesh: Mesh) -> bool:
+    """Whether every rank of the world has the same hex digest; all ranks call it."""
+    mine = int(digest[:15], 16)  # 60 bits
+    ends = torch.tensor([mine, -mine], dtype=torch.int64, device=mesh.device)
+    comm.all_reduce(ends, mesh.world, op="max")
+    return int(ends[0]) == -int(ends[1])
+
+
+def require_same_config(config: RunConfig, mesh: Mesh) -> None:
+    """ConfigError on every rank, naming rank and setting, unless all ranks' configs are equal."""
+    settings: dict[str, Any] = json.loads(json.dumps({n: value_of(config, n) for n in keys()}))
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    if all_equal(digest, mesh):
+        return
+    first: dict[str, Any] = comm.broadcast_object(settings, mesh.world)
+    mine = [
+        f"rank {mesh.rank} has {name}={settings[name]!r}, rank 0 has {first[name]!r}"
+        for name in settings
+        if settings[name] != first[name]
+    ]
+    everyone = comm.all_gather_object(mine, mesh.world)
+    lines = [line for lines in everyone for line in lines]
+    more = f"and {len(lines) - 8} more such differences"
+    raise ConfigError(
+        [*lines[:8], *([more] if len(lines) > 8 else []), "start every rank with the same config"]
+    )
