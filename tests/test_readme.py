@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = "train.steps=2 optimizer.warmup_steps=1 eval.interval=1 eval.batches=1"
 TINY_LAYOUT = (

@@ -13,6 +13,8 @@ from tests.parity.run import Outcome, assemble, compare, reference, train_rank
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 
+pytestmark = pytest.mark.long
+
 PAIRWISE = pairwise_cases()
 
 

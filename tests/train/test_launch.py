@@ -28,6 +28,8 @@ from tests.train.kit import (
     write_tokens,
 )
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

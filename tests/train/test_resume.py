@@ -21,6 +21,8 @@ from tests.train.kit import (
     write_tokens,
 )
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 # Before any step, within warm-up, at an epoch's end (3 x 4 samples), within the second, at the end.
 STOPS = (0, 1, 3, 4, STEPS)
