@@ -50,6 +50,14 @@ def reload(config: RunConfig, folder: Path) -> RunConfig:
         small(parallel={"pp": 2, "vpp": 2, "stage_layers": [2, 0, 1, 1]}),
         small(data={"path": 'a "quoted" \\ path\x7f\u2028é', "split": (1.0, 0.0)}),
         small(model={"rope_theta": 1e22, "num_kv_heads": 2}),
+        small(
+            optimizer={
+                "groups": [
+                    {"match": "*.bias", "weight_decay": 0.0},
+                    {"match": "embedding.weight", "lr_scale": 0.5},
+                ]
+            }
+        ),
     ],
 )
 def test_what_is_written_loads_back_equal_and_valid(config: RunConfig, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalite.distributed.precision import main_grad_dtype
 from megalite.sharding import ShardSpec
 
 ALIGN = 16  # elements: one 64-byte cache line of fp32, two of fp64
@@ -116,11 +117,6 @@ def plan_buckets(
             close(is_alone=True)
     close()
     return buckets
-
-
-def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of gradients, masters and moments: fp64 for fp64 parameters, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class ChunkBuffers:

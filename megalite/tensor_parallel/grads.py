@@ -14,12 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megalite.distributed.precision import main_grad_dtype
+
 Accumulate = Callable[[Tensor], object]
-
-
-def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which gradients of parameters of `dtype` are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class GradStore:

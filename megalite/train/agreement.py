@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megalite.config import RunConfig
+from megalite.config import RunConfig, Section
 from megalite.config_keys import keys, value_of
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
@@ -29,7 +29,9 @@ def all_equal(digest: str, mesh: Mesh) -> bool:
 
 def require_same_config(config: RunConfig, mesh: Mesh) -> None:
     """ConfigError on every rank, naming rank and setting, unless all ranks' configs are equal."""
-    settings: dict[str, Any] = json.loads(json.dumps({n: value_of(config, n) for n in keys()}))
+    settings: dict[str, Any] = json.loads(
+        json.dumps({n: value_of(config, n) for n in keys()}, default=Section.model_dump)
+    )
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if all_equal(digest, mesh):
         return

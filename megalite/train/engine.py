@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite.config import RunConfig
 from megalite.config_stages import stage_layer_counts
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.precision import DTYPES, set_tf32
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
@@ -23,8 +24,6 @@ from megalite.pipeline.stage import Boundary
 from megalite.schedules import build
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.train.batch import TokenBatch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class Engine:
@@ -36,6 +35,7 @@ class Engine:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.dtype = DTYPES[config.train.dtype]
+        set_tf32(config.train.tf32, mesh.device)
         self.chunks = build_chunks(config, mesh, self.dtype)
         self.optimizer = DistributedOptimizer(
             self.chunks, mesh, config.optimizer, self.dtype, mesh.device

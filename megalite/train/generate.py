@@ -13,10 +13,11 @@ from megalite.checkpoint.pieces import NamedPiece
 from megalite.config import PipelineConfig, RunConfig
 from megalite.data.tokenizer import Tokenizer
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.precision import DTYPES
 from megalite.errors import CheckpointError, ConfigError, DataError
 from megalite.model.transformer import Transformer
 from megalite.topology import Topology
-from megalite.train.engine import DTYPES, build_chunks
+from megalite.train.engine import build_chunks
 
 
 def open_run(run: Path) -> Checkpoint:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.tensor_parallel.grads import GradStore, main_grad_dtype
+from megalite.distributed.precision import main_grad_dtype
+from megalite.tensor_parallel.grads import GradStore
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:
