@@ -1,8 +1,10 @@
 """What this rank sent and how long it waited: the record of every operation between ranks.
 
 Counts and byte sums since the last `reset` (a step), and the last operation started, so that an
-error or a timeout can say where this rank was. It measures the host's clock: on CUDA, waiting for a
-collective only orders streams, so seconds there are launch time, not transfer time.
+error or a timeout can say where this rank was. `seconds` is the host's clock: on CUDA, waiting for
+a collective only orders streams, so seconds there are launch time, not transfer time. While `waits`
+is a list, each wait is also marked on the device's own clock (`clock.py`): on CUDA two events on
+the current stream, a few microseconds of host time, and no synchronisation.
 """
 
 from __future__ import annotations
@@ -12,15 +14,22 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+from megalite.distributed.clock import Clock, Mark
+
 
 class Ledger:
     """Traffic of one rank per (operation, axis), and its place in the step.
 
     `phase` is set by the caller ("forward", "backward", "optimizer", ...) and appears in errors.
+    `waits` is None, or a list that gets (axis, mark before, mark after) of every wait.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, clock: Clock | None = None) -> None:
         self.place = place
+        self.clock = clock or Clock(torch.device("cpu"))
+        self.waits: list[tuple[str, Mark, Mark]] | None = None
         self.phase = "set-up"
         self.num_ops = 0  # since the start of the process; never reset, so ranks can be compared
         self.last_op: str | None = None
@@ -42,6 +51,7 @@ class Ledger:
         `waiting_for` names the operation when it is not the last one started.
         """
         began = time.perf_counter()
+        mark = None if self.waits is None else self.clock.mark()
         try:
             yield
         except Exception as error:
@@ -49,6 +59,8 @@ class Ledger:
             raise
         finally:
             self.seconds[axis] += time.perf_counter() - began
+            if self.waits is not None and mark is not None:
+                self.waits.append((axis, mark, self.clock.mark()))
 
     def describe(self, operation: str | None = None) -> str:
         """This rank and its last operation, e.g.

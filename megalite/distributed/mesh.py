@@ -21,6 +21,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
+from megalite.distributed.clock import Clock
 from megalite.distributed.ledger import Ledger
 from megalite.errors import ConfigError
 from megalite.topology import KINDS, Kind, Topology
@@ -109,7 +110,7 @@ class Mesh:
         self.rank: int = dist.get_rank() if started else 0
         self.device: torch.device = torch.device("cpu") if device is None else device
         self.backend: str = dist.get_backend() if started else "none"
-        self.ledger = Ledger(topology.describe(self.rank))
+        self.ledger = Ledger(topology.describe(self.rank), Clock(self.device))
         self.num_groups_made = 0
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Ranks, dist.ProcessGroup] = {}

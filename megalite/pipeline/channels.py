@@ -12,10 +12,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from megalite.distributed.clock import Clock, Mark, seconds_between
 from megalite.distributed.comm import Handle, all_gather_object, irecv, isend
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
-from megalite.pipeline.clock import Clock, Mark, seconds_between
 from megalite.pipeline.stage import Boundary
 from megalite.schedules import Schedule
 

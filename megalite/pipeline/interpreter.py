@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megalite.distributed.clock import Mark
 from megalite.distributed.comm import Handle
 from megalite.errors import ConfigError
 from megalite.pipeline.channels import Channels
-from megalite.pipeline.clock import Mark
 from megalite.pipeline.stage import Boundary, Stage
 from megalite.schedules import Action, Schedule
 

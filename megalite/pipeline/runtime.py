@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.distributed.clock import seconds_between
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
 from megalite.pipeline.channels import Channels, agree, edges_of
-from megalite.pipeline.clock import seconds_between
 from megalite.pipeline.interpreter import Callbacks, Pass
 from megalite.pipeline.stage import Boundary, Stage
 from megalite.schedules import (

@@ -1,4 +1,4 @@
-"""The numbers of a step beside its loss: time split, rates, memory; and the console line.
+"""The numbers of a step beside its loss: rates, memory, device; and the console line.
 
 Writes no files (records.py does) and computes nothing that training depends on.
 """
@@ -9,7 +9,6 @@ import platform
 import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,12 +17,8 @@ from typing import Any
 import torch
 
 from megalite.config import ModelConfig
-from megalite.distributed.ledger import Ledger
 from megalite.hardware import peak_tflops
 from megalite.model_math import mfu, training_flops
-from megalite.train.records import TIME_PARTS
-
-_DP_AXES = ("dp", "dp_cp", "embedding")
 
 
 @dataclass(frozen=True)
@@ -51,39 +46,6 @@ def memory_peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
-
-
-class StepClock:
-    """Splits one rank's step into the parts of `TIME_PARTS`, from its clock and its ledger.
-
-    `lap(part)` ends a segment: waiting inside it goes to the axis that was waited for, what is left
-    to `part`. Waiting for other pipeline stages is given by the runtime (`pp_wait_s`).
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.parts_s = dict.fromkeys(TIME_PARTS, 0.0)
-        self._began = time.perf_counter()
-        self._seen = dict(ledger.seconds)
-
-    def lap(self, part: str, pp_wait_s: float = 0.0) -> None:
-        now, seconds = time.perf_counter(), dict(self._ledger.seconds)
-        waited = {axis: s - self._seen.get(axis, 0.0) for axis, s in seconds.items()}
-        tp_s = waited.get("tp", 0.0)
-        dp_s = sum(waited.get(axis, 0.0) for axis in _DP_AXES)
-        world_s = waited.get("world", 0.0)
-        self.parts_s["tp_comm"] += tp_s
-        self.parts_s["dp_comm"] += dp_s
-        self.parts_s["pp_wait"] += pp_wait_s
-        rest = now - self._began - tp_s - dp_s - world_s - pp_wait_s
-        self.parts_s[part] += max(0.0, rest)
-        self._began, self._seen = now, seconds
-
-
-def other_time(parts_s: dict[str, float], wall_s: float) -> dict[str, float]:
-    """The parts with `other` set to what the named ones leave of the wall time."""
-    named = {part: seconds for part, seconds in parts_s.items() if part != "other"}
-    return {**named, "other": wall_s - sum(named.values())}
 
 
 @dataclass(frozen=True)

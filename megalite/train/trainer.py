@@ -29,6 +29,7 @@ from megalite.train.console import Console
 from megalite.train.datasets import open_batches, require_same_data
 from megalite.train.engine import Engine
 from megalite.train.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
+from megalite.train.step_clock import StepClock, drain_part
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class StepEdge:
 
     loss: float
     signalled: bool
-    parts_s: dict[str, float]  # mean over ranks
+    wall_s: float  # from the last step's end to this one's; mean over ranks, as the parts are
+    parts_s: dict[str, float]
 
 
 class Trainer:
@@ -61,7 +63,7 @@ class Trainer:
         self.saved_step: int | None = None
         self.metrics: records.MetricsFile | None = None
         self._lock: TextIO | None = None
-        self._edge_at = time.perf_counter()
+        self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
 
     @property
     def checkpoints(self) -> Path:
@@ -86,7 +88,7 @@ class Trainer:
     def _train(self, flag: SignalFlag, stop_at: int | None) -> None:
         """Steps until the last one, a signal on any rank or `stop_at`; the last state is saved."""
         last = self.config.train.steps
-        self._edge_at = time.perf_counter()
+        self.clock.begin()
         leaving = self.step == stop_at
         while self.step < last and not leaving:
             leaving = self._step(flag).signalled or self.step == stop_at
@@ -99,8 +101,8 @@ class Trainer:
             self._save()
 
     def _step(self, flag: SignalFlag) -> StepEdge:
-        config, train, ledger = self.config, self.config.train, self.mesh.ledger
-        clock = metrics.StepClock(ledger)
+        config, train, ledger, clock = self.config, self.config.train, self.mesh.ledger, self.clock
+        clock.lap("other")
         ledger.phase = "data"
         micro = rank_micro_batches(
             self.train_batches, self.step, train.global_batch, train.micro_batch, self.mesh
@@ -110,17 +112,16 @@ class Trainer:
         clock.lap("data")
         ledger.phase = "forward and backward"
         loss = self.engine.forward_backward(batches)
-        clock.lap("compute", self.engine.runtime.wait_s)
+        clock.lap("compute")
         ledger.phase = "optimizer"
         lr = learning_rate(self.step, config.optimizer, config.train.steps)
         result = self._update(lr)
         clock.lap("optimizer")
         ledger.phase = "step edge"
-        edge = self._agree(loss, flag, clock)
+        edge = self._agree(loss, flag)
         self.step += 1
         self.consumed_tokens += config.train.global_batch * config.data.seq_length
-        wall_s, self._edge_at = self._since_edge()
-        self._report(edge, wall_s, lr=lr, valid=valid, result=asdict(result))
+        self._report(edge, lr=lr, valid=valid, result=asdict(result))
         return edge
 
     def _update(self, lr: float) -> StepResult:
@@ -129,41 +130,38 @@ class Trainer:
         except NonFiniteGradientError as error:
             raise NonFiniteGradientError(f"step {self.step + 1}: {error}") from None
 
-    def _agree(self, loss: torch.Tensor, flag: SignalFlag, clock: metrics.StepClock) -> StepEdge:
-        parts = torch.tensor([*clock.parts_s.values()], dtype=torch.float64)
-        mine = torch.cat([loss.cpu().view(1), torch.tensor([float(flag.raised)]).double(), parts])
+    def _agree(self, loss: torch.Tensor, flag: SignalFlag) -> StepEdge:
+        mine_loss = loss.cpu().view(1)  # synchronises the device, so that its marks can be read
+        times = self.clock.finish()
+        numbers = [float(flag.raised), times.wall_s, *times.parts_s.values()]
+        mine = torch.cat([mine_loss, torch.tensor(numbers, dtype=torch.float64)])
         total = comm.all_reduce(mine.to(self.mesh.device), self.mesh.world).tolist()
-        mean = [seconds / self.mesh.world.size for seconds in total[2:]]
-        return StepEdge(total[0], total[1] > 0, dict(zip(clock.parts_s, mean, strict=True)))
+        wall_s, *parts_s = (seconds / self.mesh.world.size for seconds in total[2:])
+        return StepEdge(
+            total[0], total[1] > 0, wall_s, dict(zip(times.parts_s, parts_s, strict=True))
+        )
 
-    def _since_edge(self) -> tuple[float, float]:
-        now = time.perf_counter()
-        return now - self._edge_at, now
-
-    def _report(
-        self, edge: StepEdge, wall_s: float, lr: float, valid: int, result: dict[str, Any]
-    ) -> None:
+    def _report(self, edge: StepEdge, lr: float, valid: int, result: dict[str, Any]) -> None:
         """Write the step's line; a skipped step says so in a line of its own."""
         if self.metrics is None:
             return
         train, seq_length = self.config.train, self.config.data.seq_length
         tokens = train.global_batch * seq_length
         rates = metrics.step_rates(
-            tokens, wall_s, self.mesh.world.size, self.config.model, seq_length, self.device
+            tokens, edge.wall_s, self.mesh.world.size, self.config.model, seq_length, self.device
         )
-        parts_s = metrics.other_time(edge.parts_s, wall_s)
         line = {
             "step": self.step,
             "loss": edge.loss,
             "grad_norm": result["grad_norm"],
             "lr": lr,
-            "step_time_s": wall_s,
+            "step_time_s": edge.wall_s,
             "tokens": tokens,
             "loss_tokens": valid,
             **asdict(rates),
             "memory_peak_bytes": metrics.memory_peak_bytes(self.mesh.device),
             "consumed_tokens": self.consumed_tokens,
-            **{f"time_{part}_s": parts_s[part] for part in records.TIME_PARTS},
+            **{f"time_{part}_s": edge.parts_s[part] for part in records.TIME_PARTS},
         }
         self.metrics.write("step", **line)
         if result["skipped"]:
@@ -179,8 +177,9 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         interval = self.config.eval.interval
         if interval and (self._due(interval) or self.step == self.config.train.steps):
+            self.clock.stop()  # what an evaluation takes belongs to no step
             self.evaluate()
-            self._edge_at = time.perf_counter()
+            self.clock.begin()
 
     def evaluate(self) -> float:
         """Mean loss per valid token over the validation batches; the same at every layout."""
@@ -209,6 +208,7 @@ class Trainer:
 
     def _save(self) -> None:
         began = time.perf_counter()
+        self.clock.stop()
         self.mesh.ledger.phase = "checkpoint"
         path = state.save_run(
             self.engine,
@@ -221,7 +221,7 @@ class Trainer:
             seconds = time.perf_counter() - began
             self.metrics.write("checkpoint", step=self.step, path=str(path), seconds=seconds)
             self.console.print(f"step {self.step:5d}: saved {path} in {seconds:.1f} s")
-        self._edge_at = time.perf_counter()
+        self.clock.begin()
 
     def _resume(self) -> None:
         mode = self.config.checkpoint.resume

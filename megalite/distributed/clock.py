@@ -1,12 +1,14 @@
 """Marks in time on the device that does the work: host clock on CPU, events on CUDA.
 
-On CUDA a mark is an event on the current stream, so a wait that only stalls the stream is measured
-too, and nothing is synchronised until a difference is asked for.
+On CUDA a mark is an event on the current stream. A collective's `wait` there only makes the stream
+wait, so two marks around it measure how long the device stood still, which the host's clock cannot
+see; and nothing is synchronised until a difference is asked for.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -14,18 +16,23 @@ Mark = float | torch.cuda.Event
 
 
 class Clock:
-    """Marks of one device."""
+    """Marks of one device. Events that were given back (`recycle`) are recorded again."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
+        self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> Mark:
         """Now, on this device."""
         if not self._events:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        """Give marks back that nobody will ask for again; making an event costs more than this."""
+        self._free += [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
