@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from megalite.families import family_defaults
 
 MAX_SEED = 2**63 - 1
 
@@ -20,9 +22,12 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The transformer. Sizes are whole-model sizes, never per rank."""
+    """The transformer. Sizes are whole-model sizes, never per rank.
 
-    family: Literal["llama"] = "llama"
+    Defaults written here are llama's; `families.py` has those of the other families.
+    """
+
+    family: Literal["llama", "gpt2", "qwen2", "qwen3", "mistral"] = "llama"
     num_layers: int = Field(ge=1, le=100_000)
     hidden_size: int = Field(ge=1, le=2**24)
     num_heads: int = Field(ge=1, le=2**20)
@@ -31,10 +36,34 @@ class ModelConfig(Section):
     ffn_hidden_size: int = Field(ge=1, le=2**24)
     vocab_size: int = Field(ge=1, le=2**31 - 1)  # the true vocabulary, unpadded
     vocab_pad_multiple: int = Field(default=128, ge=1)  # never depends on tp
-    rope_theta: float = Field(default=10000.0, gt=0)
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm has a bias
     norm_eps: float = Field(default=1e-5, gt=0)
+    positions: Literal["rope", "learned"] = "rope"
+    max_positions: int = Field(default=1024, ge=1, le=2**31 - 1)  # rows of learned positions
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_fraction: float = Field(default=1.0, gt=0, le=1)  # share of each head that is turned
+    rope_scaling: Literal["llama3"] | None = None  # None: frequencies as they are
+    rope_factor: float = Field(default=8.0, ge=1)  # low frequencies are divided by it
+    rope_low_freq_factor: float = Field(default=1.0, gt=0)
+    rope_high_freq_factor: float = Field(default=4.0, gt=0)
+    rope_original_max_position: int = Field(default=8192, ge=1)  # length trained before scaling
+    activation: Literal["swiglu", "gelu_tanh"] = "swiglu"  # swiglu has a third matrix, the gate
+    qkv_bias: bool = False
+    linear_bias: bool = False  # of the output projection and the feed-forward block
+    qk_norm: bool = False  # RMSNorm over each query and key head
+    sliding_window: int | None = Field(default=None, ge=1)  # tokens seen, itself included
     tie_embeddings: bool = False
+    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)  # of attention weights
+    residual_dropout: float = Field(default=0.0, ge=0, lt=1)  # ahead of each residual sum
     init_std: float = Field(default=0.02, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _family_gives_defaults(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return family_defaults(str(values.get("family", "llama"))) | values
 
     @property
     def kv_heads(self) -> int:
@@ -45,6 +74,21 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         """Elements per attention head: head_dim, or an equal share of the hidden size."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of each head that positions turn: 0 with learned positions."""
+        return round(self.head_size * self.rope_fraction) if self.positions == "rope" else 0
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward block has a gate: a third matrix."""
+        return self.activation == "swiglu"
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training draws masks at all."""
+        return max(self.embedding_dropout, self.attention_dropout, self.residual_dropout) > 0
 
     @property
     def padded_vocab_size(self) -> int:
@@ -74,18 +118,61 @@ class PipelineConfig(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None  # None: by pp and vpp
 
 
-class OptimizerConfig(Section):
-    """AdamW, its learning-rate schedule, clipping, and where its state lives."""
+class GroupConfig(Section):
+    """What is different for the parameters whose name matches a pattern.
 
+    `match` is a shell pattern over global parameter names ("*.bias", "embedding.weight"). Every
+    group that matches applies, in order: a later one overrides what it sets.
+    """
+
+    match: str = Field(min_length=1)
+    lr_scale: float | None = Field(default=None, ge=0)  # times the schedule's rate; 0: frozen
+    weight_decay: float | None = Field(default=None, ge=0)
+    algorithm: Literal["adamw"] | None = None  # for a matrix that Muon would take
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> GroupConfig:
+        if self.lr_scale is None and self.weight_decay is None and self.algorithm is None:
+            raise ValueError("sets nothing; give lr_scale, weight_decay or algorithm")
+        return self
+
+
+class OptimizerConfig(Section):
+    """The algorithm, its learning-rate schedule, clipping, and where its state lives."""
+
+    # muon: hidden matrices by Muon, everything else by AdamW with the same rate
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(default=3e-4, ge=0)
     min_lr: float = Field(default=0.0, ge=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
-    decay_steps: int | None = Field(default=None, ge=1)  # None: train.steps
+    warmup_tokens: int | None = Field(default=None, ge=1)  # instead of warmup_steps
+    decay_steps: int | None = Field(default=None, ge=1)  # end of the decay; None: the run's
+    decay_tokens: int | None = Field(default=None, ge=1)  # instead of decay_steps
+    # wsd: warm-up, stable, and at the end a decay of this length and shape
+    wsd_decay_steps: int | None = Field(default=None, ge=1)
+    wsd_decay_tokens: int | None = Field(default=None, ge=1)
+    wsd_decay_shape: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)  # not applied to 1-D parameters
+    groups: list[GroupConfig] = []  # exceptions by parameter name
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)  # None: no average of the weights
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # as stored; computed in fp32
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # as sent; summed in fp32
+    # Dynamic loss scaling, of train.dtype=float16 only.
+    loss_scale: float = Field(default=65536.0, ge=1, le=2.0**64)  # initial
+    loss_scale_min: float = Field(default=1.0, gt=0, le=2.0**64)
+    loss_scale_interval: int = Field(default=1000, ge=1)  # good steps before it grows
+    loss_scale_hysteresis: int = Field(default=2, ge=1)  # bad steps before it backs off
+    loss_scale_backoff: float = Field(default=0.5, gt=0, lt=1)  # growth is its inverse
+    # Muon only.
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    muon_nesterov: bool = True
+    muon_steps: int = Field(default=5, ge=1, le=30)  # Newton-Schulz iterations
+    muon_scale: Literal["adamw_rms", "spectral"] = "adamw_rms"  # size of an update
+    muon_dtype: Literal["float32", "bfloat16"] = "float32"  # of the iteration
     clip_grad: float | None = Field(default=1.0, gt=0)  # None: no clipping
     non_finite: Literal["stop", "skip"] = "stop"
     max_skips: int = Field(default=10, ge=1)  # consecutive skipped steps before the run stops
@@ -136,14 +223,36 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The step: how long, how much, in which numbers."""
 
-    steps: int = Field(ge=0)
+    steps: int = Field(ge=0)  # or `tokens`, from which it then follows
+    tokens: int | None = Field(default=None, ge=1)  # the run's length in tokens instead of steps
     global_batch: int = Field(ge=1, le=10_000_000)  # sequences per step
+    # a batch that grows from `start` by `increment` to global_batch, over so much of the data
+    batch_ramp_start: int | None = Field(default=None, ge=1)
+    batch_ramp_increment: int | None = Field(default=None, ge=1)
+    batch_ramp_samples: int | None = Field(default=None, ge=1)
+    batch_ramp_tokens: int | None = Field(default=None, ge=1)
     micro_batch: int = Field(default=1, ge=1)  # sequences per microbatch
     seed: int = Field(default=1234, ge=0, le=MAX_SEED)
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    tf32: bool = False  # float32 matrix products in TF32 (GPUs)
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: int = Field(default=0, ge=0)  # 0: loss over whole microbatches
+    z_loss: float = Field(default=0.0, ge=0, le=1)  # adds z_loss * log-sum-exp^2 for each token
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # share spread over the vocabulary
+    # a loss far above the median of the last `window` ones: see train/policies.py
+    loss_spike: Literal["off", "stop", "skip"] = "off"
+    loss_spike_threshold: float = Field(default=10.0, gt=0)  # in deviations of the window
+    loss_spike_window: int = Field(default=64, ge=8, le=10_000)  # steps; no verdict until full
+    deterministic: bool = False  # only algorithms that give the same bits on every run
     timeout_s: float = Field(default=600.0, ge=1, le=1_000_000)  # of a collective
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_follow_from_tokens(cls, values: object) -> object:
+        # 0 until config_check.resolve, which knows the tokens of a step, fills them in.
+        if isinstance(values, dict) and values.get("tokens") is not None:
+            return {"steps": 0, **values}
+        return values
 
 
 class EvalConfig(Section):
@@ -151,6 +260,7 @@ class EvalConfig(Section):
 
     interval: int = Field(default=0, ge=0)  # steps; 0: never
     batches: int = Field(default=8, ge=1)  # global batches per evaluation
+    weights: Literal["model", "ema"] = "model"  # ema: the average that optimizer.ema_decay keeps
 
 
 class CheckpointConfig(Section):
@@ -158,12 +268,29 @@ class CheckpointConfig(Section):
 
     interval: int = Field(default=0, ge=0)  # steps; 0: only at the end and on a signal
     resume: Literal["auto", "never", "must"] = "auto"
+    # run or checkpoint folder whose weights a new run starts from, with a fresh optimizer
+    load_weights: str | None = Field(default=None, min_length=1)
+
+
+class WandbConfig(Section):
+    """Weights & Biases, on where `project` is set. A key is no setting: wandb finds its own."""
+
+    project: str | None = Field(default=None, min_length=1)
+    mode: Literal["auto", "online", "offline"] = "auto"  # auto: online where it has a key
+    entity: str | None = Field(default=None, min_length=1)
+    group: str | None = Field(default=None, min_length=1)
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = []
+    timeout_s: float = Field(default=20.0, ge=1, le=600)  # of its start; training does not wait
 
 
 class LogConfig(Section):
     """Console and metrics."""
 
     interval: int = Field(default=1, ge=1)  # steps between console lines
+    format: Literal["megalite", "megatron"] = "megalite"  # of console lines
+    param_stats_interval: int = Field(default=0, ge=0)  # steps; 0: never
+    tensorboard: bool = False
+    wandb: WandbConfig = WandbConfig()
 
 
 class RunConfig(Section):

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import gcd, lcm
 from pathlib import Path
 
+from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config import RunConfig
 from megalite.config_effect import without_effect
-from megalite.config_keys import keys, value_of
+from megalite.config_keys import default_of, toml_value, value_of
+from megalite.config_precision import precision_problems
 from megalite.config_stages import stage_problems
+from megalite.config_training import training_problems
 from megalite.errors import ConfigError
 
 Origins = Mapping[str, str]
@@ -35,10 +38,12 @@ def check_config(
     return [
         *world,
         *_model(config),
+        *_positions(config),
         *_tensor_parallel(config),
         *_pipeline(config),
         *_batch(config, dp),
-        *_optimizer(config),
+        *training_problems(config, dp),
+        *precision_problems(config),
         *_evaluation(config),
         *_no_effect(config, origins),
     ]
@@ -54,7 +59,7 @@ def require_valid(
 
 
 def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
-    """Fill in parallel.dp and pipeline.schedule; raises ConfigError if the world size cannot fit.
+    """Fill in parallel.dp, pipeline.schedule and train.steps; ConfigError for a wrong world size.
 
     Without a world size (processes started here, on this machine) a missing parallel.dp is 1.
     """
@@ -66,11 +71,13 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
 
 
 def resolve_schedule(config: RunConfig) -> RunConfig:
-    """Fill in pipeline.schedule, which does not depend on the world size."""
+    """Fill in pipeline.schedule and train.steps, which do not depend on the world size."""
     parallel = config.parallel
     schedule = config.pipeline.schedule or default_schedule(parallel.pp, parallel.vpp)
     pipeline = config.pipeline.model_copy(update={"schedule": schedule})
-    return config.model_copy(update={"pipeline": pipeline})
+    steps = horizon_steps(config, batch_plan(config))
+    train = config.train.model_copy(update={"steps": steps})
+    return config.model_copy(update={"pipeline": pipeline, "train": train})
 
 
 def data_parallel(config: RunConfig, world_size: int | None) -> int:
@@ -134,7 +141,9 @@ def _model(config: RunConfig) -> Iterator[str]:
             f"model.num_heads={heads} does not divide model.hidden_size={hidden}; use "
             f"model.hidden_size={_multiples_near(hidden, heads)}, or set model.head_dim"
         )
-    elif model.head_size % 2:
+    elif model.rope_fraction != 1 and model.positions == "rope":
+        yield from _partial_rotation(config)
+    elif model.positions == "rope" and model.head_size % 2:
         source = (
             "model.hidden_size / model.num_heads" if model.head_dim is None else "model.head_dim"
         )
@@ -142,6 +151,34 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield (
             f"{source}={model.head_size} is odd, but rotary embedding turns pairs; "
             f"use {smaller}{model.head_size + 1}"
+        )
+
+
+def _partial_rotation(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    size, turned = model.head_size, model.head_size * model.rope_fraction
+    if turned % 2 or turned < 2:
+        fitting = [pairs / size for pairs in (turned // 2 * 2, turned // 2 * 2 + 2)]
+        use = " or ".join(f"{share:g}" for share in fitting if 0 < share <= 1)
+        yield (
+            f"model.rope_fraction={model.rope_fraction:g} of {size} elements a head is "
+            f"{turned:g}, but rotary embedding turns pairs; use {use}"
+        )
+
+
+def _positions(config: RunConfig) -> Iterator[str]:
+    model, seq_length = config.model, config.data.seq_length
+    if model.positions == "learned" and seq_length > model.max_positions:
+        yield (
+            f"data.seq_length={seq_length} is more than model.max_positions="
+            f"{model.max_positions}; use at most {model.max_positions} tokens, or "
+            f"model.max_positions={seq_length}"
+        )
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if model.rope_scaling is not None and low >= high:
+        yield (
+            f"model.rope_low_freq_factor={low:g} is not below "
+            f"model.rope_high_freq_factor={high:g}; use for example 1 and 4"
         )
 
 
@@ -219,37 +256,16 @@ def _batch(config: RunConfig, dp: int) -> Iterator[str]:
         )
 
 
-def _optimizer(config: RunConfig) -> Iterator[str]:
-    optimizer, steps = config.optimizer, config.train.steps
-    if optimizer.min_lr > optimizer.lr:
-        yield (
-            f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}; "
-            f"use at most {optimizer.lr:g}"
-        )
-    # train.steps=0 starts a run without training it, so that nothing is left to warm up.
-    if 0 < steps < optimizer.warmup_steps:
-        yield (
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than train.steps={steps}; "
-            f"use at most {steps}"
-        )
-    decay = optimizer.decay_steps
-    if (
-        optimizer.lr_schedule != "constant"
-        and decay is not None
-        and decay <= optimizer.warmup_steps
-    ):
-        yield (
-            f"optimizer.decay_steps={decay} (counted from step 0) leaves nothing to decay after "
-            f"optimizer.warmup_steps={optimizer.warmup_steps}; "
-            f"use at least {optimizer.warmup_steps + 1}"
-        )
-
-
 def _evaluation(config: RunConfig) -> Iterator[str]:
     if config.eval.interval and config.data.split[1] == 0:
         yield (
             f"eval.interval={config.eval.interval} needs validation tokens, but data.split gives "
             f"0; use for example data.split=[0.98, 0.02], or eval.interval=0"
+        )
+    if config.eval.weights == "ema" and config.optimizer.ema_decay is None:
+        yield (
+            "eval.weights=ema needs an average of the weights, but optimizer.ema_decay is not "
+            "set; set it to for example 0.999, or eval.weights=model"
         )
 
 
@@ -259,14 +275,14 @@ def _no_effect(config: RunConfig, origins: Origins | None) -> Iterator[str]:
     }
     for name, otherwise in without_effect(config).items():
         value = value_of(config, name)
-        default = keys()[name].default
+        default = default_of(config, name)
         written = value != default if origins is None else origins[name] != "default"
         # The command line may switch off what a file goes on to describe.
         switched_off = origins is not None and name.split(".")[0] in overridden
         if switched_off and origins is not None and origins[name] != OVERRIDE:
             continue
         if written and value is not None:
-            shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            shown = f"{value:g}" if type(value) in (int, float) else toml_value(value).strip('"')
             yield f"{name}={shown} has no effect: {otherwise}"
 
 

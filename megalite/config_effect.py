@@ -17,16 +17,69 @@ class Effect:
     otherwise: str
 
 
+_NO_ROPE = "model.positions=learned turns nothing; remove it or set model.positions=rope"
+_NO_SCALING = "nothing scales the rotation; remove it or set model.rope_scaling=llama3"
+
+
+def _turns(config: RunConfig) -> bool:
+    return config.model.positions == "rope"
+
+
+def _scales(config: RunConfig) -> bool:
+    return _turns(config) and config.model.rope_scaling is not None
+
+
+def _window_cuts(config: RunConfig) -> bool:
+    window = config.model.sliding_window
+    return window is None or window < config.data.seq_length
+
+
 EFFECTS: tuple[Effect, ...] = (
+    *(Effect(f"model.rope_{key}", _turns, _NO_ROPE) for key in ("theta", "fraction", "scaling")),
+    *(
+        Effect(f"model.rope_{key}", _scales, _NO_SCALING)
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position")
+    ),
+    Effect(
+        "model.max_positions",
+        lambda c: c.model.positions == "learned",
+        "model.positions=rope keeps no table; remove it or set model.positions=learned",
+    ),
+    Effect(
+        "model.sliding_window",
+        _window_cuts,
+        "no sequence of data.seq_length is longer than the window; remove it or use a smaller one",
+    ),
     Effect(
         "optimizer.min_lr",
         lambda c: c.optimizer.lr_schedule != "constant",
         "optimizer.lr_schedule=constant never decays; remove it or use linear or cosine",
     ),
-    Effect(
-        "optimizer.decay_steps",
-        lambda c: c.optimizer.lr_schedule != "constant",
-        "optimizer.lr_schedule=constant never decays; remove it or use linear or cosine",
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.optimizer.lr_schedule not in ("constant", "inverse_sqrt"),
+            "optimizer.lr_schedule=constant never decays and inverse_sqrt has no end; remove it "
+            "or use linear, cosine or wsd",
+        )
+        for name in ("decay_steps", "decay_tokens")
+    ),
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.optimizer.lr_schedule == "wsd",
+            "only optimizer.lr_schedule=wsd has a last phase; remove it or set "
+            "optimizer.lr_schedule=wsd",
+        )
+        for name in ("wsd_decay_steps", "wsd_decay_tokens", "wsd_decay_shape")
+    ),
+    *(
+        Effect(
+            f"train.{name}",
+            lambda c: c.train.loss_spike != "off",
+            "train.loss_spike=off watches no loss; remove it or set train.loss_spike=stop or skip",
+        )
+        for name in ("loss_spike_threshold", "loss_spike_window")
     ),
     Effect(
         "optimizer.overlap_param_gather",
@@ -35,8 +88,60 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         "optimizer.max_skips",
-        lambda c: c.optimizer.non_finite == "skip",
-        "optimizer.non_finite=stop skips no step; remove it or set optimizer.non_finite=skip",
+        lambda c: "skip" in (c.optimizer.non_finite, c.train.loss_spike),
+        "optimizer.non_finite=stop and train.loss_spike=stop (or off) skip no step; remove it or "
+        "set one of them to skip",
+    ),
+    Effect(
+        "optimizer.grad_reduce_dtype",
+        lambda c: c.parallel.dp is None or c.parallel.dp > 1,
+        "parallel.dp=1 reduces no gradients; remove it or set parallel.dp >= 2",
+    ),
+    Effect(
+        "train.tf32",
+        lambda c: c.train.dtype == "float32",
+        "only float32 products can use TF32; remove it or set train.dtype=float32",
+    ),
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.train.dtype == "float16",
+            "only train.dtype=float16 scales the loss; remove it or set train.dtype=float16",
+        )
+        for name in (
+            "loss_scale",
+            "loss_scale_min",
+            "loss_scale_interval",
+            "loss_scale_hysteresis",
+            "loss_scale_backoff",
+        )
+    ),
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.optimizer.name == "muon",
+            "optimizer.name=adamw does not use it; remove it or set optimizer.name=muon",
+        )
+        for name in ("muon_momentum", "muon_nesterov", "muon_steps", "muon_scale")
+    ),
+    Effect(
+        "optimizer.muon_dtype",
+        lambda c: c.optimizer.name == "muon" and c.train.dtype != "float64",
+        "only optimizer.name=muon iterates, and with train.dtype=float64 it does so in float64; "
+        "remove it",
+    ),
+    Effect(
+        "eval.weights",
+        lambda c: c.eval.interval > 0,
+        "eval.interval=0 never evaluates; remove it or set eval.interval",
+    ),
+    *(
+        Effect(
+            f"log.wandb.{name}",
+            lambda c: c.log.wandb.project is not None,
+            "log.wandb.project is not set; remove it or set log.wandb.project",
+        )
+        for name in ("mode", "entity", "group", "tags", "timeout_s")
     ),
     Effect(
         "eval.batches",

@@ -133,6 +133,51 @@ def test_the_plain_config_is_valid() -> None:
         ({"optimizer__warmup_steps": 20, "optimizer__decay_steps": 20}, None,
          "optimizer.decay_steps=20 (counted from step 0) leaves nothing to decay after "
          "optimizer.warmup_steps=20; use at least 21"),
+        ({"optimizer__warmup_steps": 2, "optimizer__warmup_tokens": 9}, None,
+         "optimizer.warmup_steps=2 and optimizer.warmup_tokens=9 say the same thing twice; "
+         "remove one"),
+        ({"optimizer__warmup_steps": 20, "optimizer__decay_tokens": 10240}, None,
+         "optimizer.decay_tokens=10240 (counted from the first token) leaves nothing to decay "
+         "after optimizer.warmup_steps=20 (10240 tokens); use at least 10241"),
+        ({"optimizer__warmup_tokens": 51201}, None,
+         "optimizer.warmup_tokens=51201 is more than train.tokens=51200; use at most 51200"),
+        ({"optimizer__lr_schedule": "inverse_sqrt"}, None,
+         "optimizer.lr_schedule=inverse_sqrt falls as sqrt(warm-up / position), but there is no "
+         "warm-up; set optimizer.warmup_steps or optimizer.warmup_tokens"),
+        ({"optimizer__lr_schedule": "wsd"}, None,
+         "optimizer.lr_schedule=wsd needs the length of its last phase; set "
+         "optimizer.wsd_decay_steps or optimizer.wsd_decay_tokens"),
+        ({"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_steps": 3,
+          "optimizer__decay_tokens": 9000}, None,
+         "optimizer.decay_tokens=9000 ends a phase of optimizer.wsd_decay_steps=3; give both in "
+         "tokens or both in steps"),
+        ({"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_steps": 95,
+          "optimizer__warmup_steps": 10}, None,
+         "optimizer.lr_schedule=wsd: the last phase begins after 5 steps, within the warm-up of "
+         "10; shorten optimizer.warmup_steps or the last phase"),
+        # length and batch ramp
+        ({"train__tokens": 5000}, None,
+         "train.steps=100 and train.tokens=5000 (which is 10 steps) both say how long the run is; "
+         "remove one"),
+        ({"train__batch_ramp_start": 4, "train__batch_ramp_increment": 4}, None,
+         "a batch ramp needs one of train.batch_ramp_samples and train.batch_ramp_tokens, neither "
+         "is; set one of them"),
+        ({"train__batch_ramp_start": 4, "train__batch_ramp_samples": 100}, None,
+         "train.batch_ramp_increment is not set, but other settings of the ramp are; set it, or "
+         "remove them"),
+        ({"train__batch_ramp_start": 3, "train__batch_ramp_increment": 4,
+          "train__batch_ramp_samples": 9}, None,
+         "train.batch_ramp_increment=4 does not divide train.global_batch=16 - "
+         "train.batch_ramp_start=3 = 13; use a divisor of it"),
+        ({"train__batch_ramp_start": 16, "train__batch_ramp_increment": 4,
+          "train__batch_ramp_tokens": 9}, None,
+         "train.batch_ramp_start=16 is not below train.global_batch=16; use a smaller start, or "
+         "remove the ramp"),
+        ({"train__batch_ramp_start": 2, "train__batch_ramp_increment": 1,
+          "train__batch_ramp_tokens": 9, "parallel__dp": 2}, None,
+         "the batch ramp (train.batch_ramp_start=2, train.batch_ramp_increment=1) passes through "
+         "a batch of 3 and 6 more, which is not divisible by train.micro_batch=1 x parallel.dp=2 "
+         "= 2; use multiples of 2"),
         # validation
         ({"eval__interval": 10, "data__split": (1.0, 0.0)}, None,
          "eval.interval=10 needs validation tokens, but data.split gives 0; "
@@ -142,14 +187,20 @@ def test_the_plain_config_is_valid() -> None:
          "optimizer.min_lr=1e-05 has no effect: optimizer.lr_schedule=constant never decays; "
          "remove it or use linear or cosine"),
         ({"optimizer__lr_schedule": "constant", "optimizer__decay_steps": 50}, None,
-         "optimizer.decay_steps=50 has no effect: optimizer.lr_schedule=constant never decays; "
-         "remove it or use linear or cosine"),
+         "optimizer.decay_steps=50 has no effect: optimizer.lr_schedule=constant never decays and "
+         "inverse_sqrt has no end; remove it or use linear, cosine or wsd"),
+        ({"optimizer__wsd_decay_shape": "linear"}, None,
+         "optimizer.wsd_decay_shape=linear has no effect: only optimizer.lr_schedule=wsd has a "
+         "last phase; remove it or set optimizer.lr_schedule=wsd"),
+        ({"train__loss_spike_window": 9}, None,
+         "train.loss_spike_window=9 has no effect: train.loss_spike=off watches no loss; "
+         "remove it or set train.loss_spike=stop or skip"),
         ({"optimizer__zero": 0, "optimizer__overlap_param_gather": False}, None,
          "optimizer.overlap_param_gather=false has no effect: optimizer.zero=0 gathers no "
          "parameters; remove it or set optimizer.zero=1"),
         ({"optimizer__max_skips": 3}, None,
-         "optimizer.max_skips=3 has no effect: optimizer.non_finite=stop skips no step; "
-         "remove it or set optimizer.non_finite=skip"),
+         "optimizer.max_skips=3 has no effect: optimizer.non_finite=stop and "
+         "train.loss_spike=stop (or off) skip no step; remove it or set one of them to skip"),
         ({"eval__batches": 3}, None,
          "eval.batches=3 has no effect: eval.interval=0 never evaluates; "
          "remove it or set eval.interval"),

@@ -82,7 +82,9 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     gone = tmp_path / "gone.toml"
     assert problems(gone) == [f"cannot read config {gone}: No such file or directory"]
     run = write(tmp_path, 'base = "gone.toml"\n' + MINIMAL)
-    assert problems(run) == [f"cannot read config {gone}: No such file or directory"]
+    assert problems(run) == [
+        f"cannot read config {gone}: No such file or directory (the base that {run} names)"
+    ]
     assert problems(tmp_path) == [f"cannot read config {tmp_path}: Is a directory"]
 
 
@@ -158,7 +160,10 @@ def test_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
 
 def test_a_key_like_no_other_lists_what_the_section_has(minimal: Path) -> None:
     (line,) = problems(minimal, "log.zzz=1")
-    assert line == "unknown key log.zzz (override); [log] has interval"
+    assert line == (
+        "unknown key log.zzz (override); [log] has interval, format, param_stats_interval, "
+        "tensorboard"
+    )
 
 
 def test_a_key_of_several_sections_names_them_all() -> None:
@@ -185,9 +190,41 @@ def test_missing_keys_say_where_they_go(tmp_path: Path) -> None:
     ]
 
 
+def test_a_section_that_is_not_there_gets_one_line(tmp_path: Path) -> None:
+    head, _, tail = MINIMAL.partition("[data]")
+    path = write(tmp_path, "[nonsense]\nx = 1\n[data]" + tail)
+    unknown, missing = problems(path)
+    assert unknown.startswith(f"unknown section [nonsense] ({path}); sections are model, ")
+    assert missing == (
+        "section [model] is missing; it needs num_layers, hidden_size, num_heads, "
+        "ffn_hidden_size, vocab_size"
+    )
+    path = write(tmp_path, head.replace("[model]", "[transformer]") + "[data]" + tail)
+    assert problems(path) == [
+        f"unknown section [transformer] ({path}); did you mean [model]?",
+    ]
+
+
+def test_a_section_inside_a_section(minimal: Path) -> None:
+    minimal.write_text(minimal.read_text() + '[log.wandb]\nproject = "p"\ntags = ["a", 3]\n')
+    assert problems(minimal) == [
+        f"log.wandb.tags[1]=3 ({minimal}) needs a text in quotes",
+    ]
+    assert load_config(minimal, ['log.wandb.tags=["b"]']).config.log.wandb.project == "p"
+    assert problems(minimal, "log.wandb.tags=[]", "log.wandb.projet=x") == [
+        "unknown key log.wandb.projet (override); did you mean log.wandb.project?"
+    ]
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
+        ("train.dtype=bf16", 'train.dtype="bf16" (override) needs \'float32\', \'bfloat16\', '
+         "'float16' or 'float64'; did you mean bfloat16?"),
+        ("pipeline.schedule=1F1B", 'pipeline.schedule="1F1B" (override) needs \'gpipe\', '
+         "'1f1b' or 'interleaved'; did you mean 1f1b?"),
+        ("log.format=nemo", 'log.format="nemo" (override) needs \'megalite\' or '
+         "'megatron'"),
         ('train.steps="3"', 'train.steps="3" (override) needs an integer; '
          "write it without quotes: 3"),
         ("train.steps=three", 'train.steps="three" (override) needs an integer'),
@@ -217,7 +254,7 @@ def test_missing_keys_say_where_they_go(tmp_path: Path) -> None:
          "PREFIX.idx; write 'corpus'"),
         ('data.path=""', 'data.path="" (override) must not be empty'),
         ("optimizer.lr_schedule=cosin", 'optimizer.lr_schedule="cosin" (override) '
-         "needs 'constant', 'linear' or 'cosine'"),
+         "needs 'constant', 'linear', 'cosine', 'inverse_sqrt' or 'wsd'; did you mean cosine?"),
         ("name=a/b", 'name="a/b" (override) may have letters, digits, \'_\', \'-\' and \'.\' only, '
          "and may not start with '.' or '-'"),
         ("train.seed=9223372036854775808", "train.seed=9223372036854775808 (override) "
