@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import ValidationError
 
-from megalite.config_keys import toml_value
+from megalite.config_keys import sections, toml_value
+
+# what people call number formats elsewhere
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_SHORT |= {"float": "float32", "fp64": "float64", "double": "float64"}
 
 # pydantic's error type -> what the setting takes
 _NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -35,34 +41,86 @@ _NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def explain(error: ValidationError, origins: Mapping[str, str], meant: set[str]) -> list[str]:
-    """One line per finding; a missing key that a misspelt one was `meant` to be is left out."""
-    lines = []
+    """One line per finding; a missing key that a misspelt one was `meant` to be is left out.
+
+    A section of which nothing is there gets one line for all of its missing keys.
+    """
+    lines: list[str] = []
+    absent: dict[str, list[str]] = {}
     for found in error.errors():
-        location = found["loc"]
-        name = ".".join(str(part) for part in location[:2])
-        if found["type"] == "missing" and name in meant and len(location) <= 2:
+        name, inside = _split(found["loc"])
+        if found["type"] == "missing" and not inside:
+            section, _, key = name.rpartition(".")
+            if name not in meant:
+                absent.setdefault(section, []).append(key)
             continue
-        lines.append(_line(name, location[2:], found, origins))
+        lines.append(_line(name, inside, found, origins))
+    for section, missing in absent.items():
+        lines += _missing(section, missing, origins)
     return lines
 
 
+def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
+    """A finding's place as a dotted key and what lies inside its value."""
+    length = 2
+    while ".".join(str(part) for part in location[:length]) in sections():
+        length += 1
+    return ".".join(str(part) for part in location[:length]), location[length:]
+
+
+def _missing(section: str, missing: list[str], origins: Mapping[str, str]) -> list[str]:
+    if not section:
+        return [f"{key} is not set; add {key} = VALUE" for key in missing]
+    untouched = not any(name.startswith(f"{section}.") for name in origins)
+    if untouched and len(missing) > 1:
+        return [f"section [{section}] is missing; it needs {', '.join(missing)}"]
+    return [
+        f"{section}.{key} is not set; put {key} = VALUE under [{section}] or give "
+        f"{section}.{key}=VALUE"
+        for key in missing
+    ]
+
+
 def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping[str, str]) -> str:
-    if found["type"] == "missing" and not inside:
-        section, _, key = name.rpartition(".")
-        return f"{name} is not set; put {key} = VALUE under [{section}] or give {name}=VALUE"
     where = f" ({origins[name]})" if name in origins else ""
-    if found["type"] == "missing":
-        return f"{name}={toml_value(found['input'])}{where} needs 2 numbers"
-    spot = name + "".join(f"[{part}]" for part in inside)
     kind, value = found["type"], found["input"]
+    if kind == "missing" and isinstance(inside[-1], str):
+        return f"{_spot(name, inside[:-1])}={toml_value(value)}{where} has no {inside[-1]}; add it"
+    if kind == "missing":
+        return f"{name}={toml_value(value)}{where} needs 2 numbers"
+    if kind == "extra_forbidden":
+        return f"{_spot(name, inside[:-1])}{where} has no setting {inside[-1]!r}; remove it"
     # An unlisted type can only come from a new kind of field; its own message is then the best.
     needs = _NEEDS[kind](found.get("ctx", {})) if kind in _NEEDS else str(found["msg"]).lower()
-    return f"{spot}={toml_value(value)}{where} {needs}{_remedy(kind, value)}"
+    return f"{_spot(name, inside)}={toml_value(value)}{where} {needs}{_remedy(found)}"
 
 
-def _remedy(kind: str, value: object) -> str:
+def _spot(name: str, inside: tuple[int | str, ...]) -> str:
+    return name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
+
+
+def _remedy(found: Any) -> str:
+    """What was probably meant: a number without its quotes, or the nearest choice; else empty."""
+    value = found["input"]
+    if not isinstance(value, str):
+        return ""
+    if found["type"] == "literal_error":
+        near = _nearest_choice(value, re.findall(r"'([^']*)'", found["ctx"]["expected"]))
+        return f"; did you mean {near}?" if near else ""
+    return _unquoted(found["type"], value)
+
+
+def _nearest_choice(value: str, choices: list[str]) -> str | None:
+    wanted = value.lower().replace("-", "_")
+    wanted = _SHORT.get(wanted, wanted)
+    scored = [(SequenceMatcher(None, wanted, choice).ratio(), choice) for choice in choices]
+    score, best = max(scored, default=(0.0, ""))
+    return best if score > 0.5 else None
+
+
+def _unquoted(kind: str, value: str) -> str:
     """For a number or switch in quotes: how to write it; empty otherwise."""
-    if kind not in ("int_type", "float_type", "bool_type") or not isinstance(value, str):
+    if kind not in ("int_type", "float_type", "bool_type"):
         return ""
     try:
         bare = tomllib.loads(f"value = {value}")["value"]

@@ -108,7 +108,10 @@ def _sources(path: Path) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base={toml_value(base)} needs to be a file name in quotes")
     base_path = path.parent / base
-    base_tree = read_toml(base_path)
+    try:
+        base_tree = read_toml(base_path)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (the base that {path} names)") from None
     if "base" in base_tree:
         raise ConfigError(
             f"{path}: its base {base_path} has a base of its own "
@@ -122,30 +125,43 @@ def _add_file(draft: _Draft, origin: str, tree: dict[str, Any]) -> None:
     for name, value in tree.items():
         if isinstance(value, dict) and name not in keys():
             _add_section(draft, origin, name, value)
-        elif name in sections():
-            draft.problems.append(
-                f"{name}={toml_value(value)} ({origin}): {name} is a section; "
-                f"write [{name}] and its keys below it"
-            )
-        elif name not in keys():
-            draft.unknown(name, origin)
         else:
-            draft.put(name, value, origin)
+            _add_value(draft, origin, name, value)
+
+
+def _add_value(draft: _Draft, origin: str, name: str, value: Any) -> None:
+    if name in sections():
+        draft.problems.append(
+            f"{name}={toml_value(value)} ({origin}): {name} is a section; "
+            f"write [{name}] and its keys below it"
+        )
+    elif name not in keys():
+        draft.unknown(name, origin)
+    else:
+        draft.put(name, value, origin)
 
 
 def _add_section(draft: _Draft, origin: str, section: str, table: dict[str, Any]) -> None:
     if section not in sections():
         near = nearest_section(section)
+        near = near or _section_with(table)
         hint = f"did you mean [{near}]?" if near else f"sections are {', '.join(sections())}"
         draft.problems.append(f"unknown section [{section}] ({origin}); {hint}")
         draft.meant.update(f"{near}.{key}" for key in table if near)
         return
     for key, value in table.items():
         name = f"{section}.{key}"
-        if name in keys():
-            draft.put(name, value, origin)
+        if isinstance(value, dict) and name in sections():
+            _add_section(draft, origin, name, value)
         else:
-            draft.unknown(name, origin)
+            _add_value(draft, origin, name, value)
+
+
+def _section_with(table: dict[str, Any]) -> str | None:
+    """The one section that most of a table's keys belong to, or None."""
+    shared = {section: len(table.keys() & set(section_keys(section))) for section in sections()}
+    best = max(shared, key=lambda section: shared[section])
+    return best if 2 * shared[best] > len(table) else None
 
 
 def _add_overrides(draft: _Draft, overrides: list[str] | tuple[str, ...]) -> None:
@@ -203,10 +219,13 @@ def _finish(draft: _Draft) -> Loaded:
 
 def _nest(values: dict[str, Any]) -> dict[str, Any]:
     # Required sections are present even if empty, so that each missing key gets its own line.
-    tree: dict[str, Any] = {section: {} for section in sections()}
-    for name, value in values.items():
-        section, _, key = name.rpartition(".")
-        (tree[section] if section else tree)[key] = value
+    tree: dict[str, Any] = {}
+    for name, value in [*((section, {}) for section in sections()), *values.items()]:
+        *parents, key = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node[key] = value
     return tree
 
 
