@@ -18,6 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from megalite.config import RunConfig, Section
+from megalite.families import family_defaults
 
 NEAR_ENOUGH = 0.6  # of difflib's ratio; below it a suggestion would be a guess
 
@@ -35,10 +36,8 @@ class Key:
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Section name -> its model, in the order of RunConfig."""
-    fields = RunConfig.model_fields
-    models = {name: info.annotation for name, info in fields.items()}
-    return {name: m for name, m in models.items() if isinstance(m, type) and issubclass(m, Section)}
+    """Section name -> its model, in the order of RunConfig; one inside another has a dot."""
+    return dict(_sections_of(RunConfig, ""))
 
 
 @cache
@@ -49,7 +48,8 @@ def keys() -> dict[str, Key]:
 
 def section_keys(section: str) -> list[str]:
     """The bare key names of one section."""
-    return list(sections()[section].model_fields)
+    fields = sections()[section].model_fields
+    return [key for key in fields if f"{section}.{key}" not in sections()]
 
 
 def value_of(config: RunConfig, name: str) -> Any:
@@ -60,8 +60,22 @@ def value_of(config: RunConfig, name: str) -> Any:
     return node
 
 
+def default_of(config: RunConfig, name: str) -> Any:
+    """What a dotted key is where nothing says otherwise: some belong to the model's family."""
+    section, _, leaf = name.rpartition(".")
+    default = keys()[name].default
+    if section != "model":
+        return default
+    return family_defaults(config.model.family).get(leaf, default)
+
+
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it; None as "none", which load_config reads as unset."""
+    """A value as TOML writes it; None as "none", which load_config reads as unset.
+
+    Inside a table (an entry of optimizer.groups) what is None is left out.
+    """
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
     if value is None:
         return '"none"'
     if isinstance(value, bool):
@@ -104,8 +118,16 @@ def _walk() -> Iterator[Key]:
         if name not in sections():
             yield _key(RunConfig, "", name)
     for section, model in sections().items():
-        for name in model.model_fields:
+        for name in section_keys(section):
             yield _key(model, f"{section}.", name)
+
+
+def _sections_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield prefix + name, kind
+            yield from _sections_of(kind, f"{prefix}{name}.")
 
 
 def _key(model: type[BaseModel], prefix: str, name: str) -> Key:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalite.config import RunConfig
 from megalite.config_effect import without_effect
-from megalite.config_keys import keys, section_keys, sections, toml_value, value_of
+from megalite.config_keys import default_of, keys, section_keys, sections, toml_value, value_of
 from megalite.config_load import Loaded
 
 
@@ -42,7 +42,7 @@ def _assignment(config: RunConfig, key: str, name: str) -> str:
 
 
 def _is_default(config: RunConfig, name: str) -> bool:
-    return bool(value_of(config, name) == keys()[name].default)
+    return bool(value_of(config, name) == default_of(config, name))
 
 
 def _table(rows: list[tuple[str, str, str]], widths: list[int]) -> Iterator[str]:
