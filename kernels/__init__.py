@@ -5,12 +5,17 @@ package never imports triton.
 """
 
 from megalite.kernels.reference import (
+    RopeScaling,
     accumulate_weight_grad_,
-    attention,
+    bias_grad,
     cross_entropy_combine,
     cross_entropy_grad_,
     cross_entropy_stats,
     embedding_grad_,
+    gelu,
+    gelu_grad,
+    layer_norm,
+    layer_norm_grad,
     linear,
     linear_input_grad,
     rms_norm,
@@ -21,14 +26,25 @@ from megalite.kernels.reference import (
     swiglu,
     swiglu_grad,
 )
+from megalite.kernels.reference_attention import attention
+from megalite.kernels.reference_dropout import AttentionDropout, dropout, dropout_mask
 
 __all__ = [
+    "AttentionDropout",
+    "RopeScaling",
     "accumulate_weight_grad_",
     "attention",
+    "bias_grad",
     "cross_entropy_combine",
     "cross_entropy_grad_",
     "cross_entropy_stats",
+    "dropout",
+    "dropout_mask",
     "embedding_grad_",
+    "gelu",
+    "gelu_grad",
+    "layer_norm",
+    "layer_norm_grad",
     "linear",
     "linear_input_grad",
     "rms_norm",

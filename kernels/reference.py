@@ -11,8 +11,8 @@ Functions that end in `_` write into their first argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +33,13 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 # --- matrix products -----------------------------------------------------------------------------
 
 
-def linear(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    """y[T, F] = x[T, D] @ weight[F, D]^T."""
+def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """y[T, F] = x[T, D] @ weight[F, D]^T + bias[F]."""
     if _low_precision_on_cpu(x_TD):
-        return (x_TD.float() @ weight_FD.float().t()).to(x_TD.dtype)
+        wide_F = None if bias_F is None else bias_F.float()
+        return linear(x_TD.float(), weight_FD.float(), wide_F).to(x_TD.dtype)
+    if bias_F is not None:
+        return torch.addmm(bias_F, x_TD, weight_FD.t())
     return x_TD @ weight_FD.t()
 
 
@@ -58,6 +61,11 @@ def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> N
         buffer_FD.addmm_(dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype))
     else:
         torch.addmm(buffer_FD, dy_TF.t(), x_TD, out_dtype=buffer_FD.dtype, out=buffer_FD)
+
+
+def bias_grad(dy_TF: Tensor) -> Tensor:
+    """db[F] = sum over T of dy, in the summing dtype."""
+    return dy_TF.sum(0, dtype=_sum_dtype(dy_TF.dtype))
 
 
 def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor, owned_T: Tensor) -> None:
@@ -90,6 +98,9 @@ def rms_norm_grad(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: (dx[T, D] in x's dtype, dweight[D] in the summing dtype).
 
+    The weight may have dims before its last (one row for each of several heads): x then has them
+    too, behind T.
+
     With n = x * rstd and g = dy * weight:
     dx = rstd * (g - n * mean(g * n)), dweight = sum over T of dy * n.
     """
@@ -97,9 +108,56 @@ def rms_norm_grad(
     dy, n = dy_TD.to(dtype), x_TD.to(dtype) * rstd_T1
     dweight_D = (dy * n).sum(0)
     g = dy * weight_D
-    mean_T1 = torch.linalg.vecdot(g, n).unsqueeze(1).div_(n.shape[-1])
+    mean_T1 = torch.linalg.vecdot(g, n).unsqueeze(-1).div_(n.shape[-1])
     dx = g.sub_(n.mul_(mean_T1)).mul_(rstd_T1)
     return dx.to(x_TD.dtype), dweight_D
+
+
+# --- LayerNorm -----------------------------------------------------------------------------------
+
+
+def layer_norm(
+    x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y[T, D], mean[T, 1], rstd[T, 1]): y = (x - mean) * rstd * weight + bias.
+
+    rstd = 1 / sqrt(variance + eps), the variance over D elements with D as divisor.
+    """
+    x, weight, bias = (t.to(_sum_dtype(x_TD.dtype)) for t in (x_TD, weight_D, bias_D))
+    y, mean_T1, rstd_T1 = torch.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
+    return y.to(x_TD.dtype), mean_T1, rstd_T1
+
+
+def layer_norm_grad(
+    dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, mean_T1: Tensor, rstd_T1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `layer_norm`: (dx[T, D] in x's dtype, dweight[D] and dbias[D] in the sums').
+
+    With n = (x - mean) * rstd and g = dy * weight: dx = rstd * (g - mean(g) - n * mean(g * n)),
+    dweight = sum over T of dy * n, dbias = sum over T of dy.
+    """
+    dy, x, weight = (t.to(rstd_T1.dtype) for t in (dy_TD, x_TD, weight_D))
+    dx, dweight_D, dbias_D = torch.ops.aten.native_layer_norm_backward(
+        dy, x, [x.shape[-1]], mean_T1, rstd_T1, weight, weight, [True, True, True]
+    )
+    return dx.to(x_TD.dtype), dweight_D, dbias_D
+
+
+# --- GELU ----------------------------------------------------------------------------------------
+
+
+def gelu(h_Tf: Tensor) -> Tensor:
+    """a = h / 2 * (1 + tanh(sqrt(2 / pi) * (h + 0.044715 h^3))), the tanh form of GPT-2."""
+    h = h_Tf.float() if _low_precision_on_cpu(h_Tf) else h_Tf
+    return F.gelu(h, approximate="tanh").to(h_Tf.dtype)
+
+
+def gelu_grad(da_Tf: Tensor, h_Tf: Tensor) -> Tensor:
+    """dh[T, f] of `gelu`."""
+    dtype = h_Tf.dtype
+    if _low_precision_on_cpu(h_Tf):
+        da_Tf, h_Tf = da_Tf.float(), h_Tf.float()
+    return torch.ops.aten.gelu_backward(da_Tf, h_Tf, approximate="tanh").to(dtype)
 
 
 # --- SwiGLU --------------------------------------------------------------------------------------
@@ -132,22 +190,55 @@ def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor) -> Tensor:
 # --- RoPE ----------------------------------------------------------------------------------------
 
 
+class RopeScaling(NamedTuple):
+    """Llama 3's frequencies for contexts longer than the model was first trained on.
+
+    A pair that turns more than `high_freq_factor` times in `original_max_position` tokens stays as
+    it is, one that turns less than `low_freq_factor` times is slowed by `factor`; in between the
+    two rates are blended linearly in the number of turns.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
 def rope_tables(
-    length_tokens: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+    length_tokens: int,
+    rotary_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [length, H/2], of position * theta^(-2i/H), computed in float64."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    """cos and sin, each [length, R/2], of position * theta^(-2i/R), computed in float64.
+
+    rotary_dim R: elements of each head that turn; 0 gives tables without columns.
+    """
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(1, rotary_dim)
+    rate = theta**-exponent
+    if scaling is not None:
+        turns = scaling.original_max_position * rate / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        rate = rate * (kept + (1 - kept) / scaling.factor)
     position = torch.arange(length_tokens, dtype=torch.float64)
-    angle = torch.outer(position, theta**-exponent)
+    angle = torch.outer(position, rate)
     dtype = _sum_dtype(dtype)
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """out = x rotated by sign * angle; the two halves of the last dim are a complex pair."""
-    half = x.shape[-1] // 2
-    x1, x2 = x[..., :half], x[..., half:]
-    out1, out2 = out[..., :half], out[..., half:]
+    """out = x rotated by sign * angle; the two halves of the last dim are a complex pair.
+
+    Elements beyond the tables' 2 x R/2 are copied.
+    """
+    half = cos.shape[-1]
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    x1, x2 = x[..., :half], x[..., half : 2 * half]
+    out1, out2 = out[..., :half], out[..., half : 2 * half]
     if x.dtype == cos.dtype:
         torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
         torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
@@ -161,7 +252,8 @@ def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Te
     """Split packed heads and rotate queries and keys by their position (RoFormer, half-split form).
 
     qkv_TkgH: [T, K, N/K + 2, H]; a group holds its query heads, then its key, then its value.
-    cos_sh, sin_sh: [s, H/2] with T a multiple of s; token t has position t mod s.
+    cos_sh, sin_sh: [s, R/2] with T a multiple of s; token t has position t mod s. The first R
+    elements of each head turn, the others are copied.
     Returns q[T, K, N/K, H], k[T, K, 1, H] (new) and v[T, K, 1, H] (a view).
     """
     queries = qkv_TkgH.shape[2] - 2
@@ -192,34 +284,6 @@ def rotate_grad_(
     _rotate_into(out[:, :, :, :queries], dq, cos, sin, -1.0)
     _rotate_into(out[:, :, :, queries : queries + 1], dk, cos, sin, -1.0)
     dqkv_TkgH[:, :, queries + 1 :].copy_(dv)
-
-
-# --- attention -----------------------------------------------------------------------------------
-
-
-def attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
-    """Causal attention within documents: out[T, N, H].
-
-    cu_seqlens: document boundaries [0, ..., T]; a token sees itself and earlier tokens of its own
-    document. Query head n reads key/value head n // (N / K). Differentiable by autograd.
-    """
-    if _low_precision_on_cpu(q_TNH):
-        out = attention(q_TNH.float(), k_TKH.float(), v_TKH.float(), cu_seqlens)
-        return out.to(q_TNH.dtype)
-    lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
-    if len(set(lengths)) == 1:
-        return _attention_equal(q_TNH, k_TKH, v_TKH, lengths[0])
-    parts = (x.split(lengths) for x in (q_TNH, k_TKH, v_TKH))
-    return torch.cat([_attention_equal(q, k, v, len(q)) for q, k, v in zip(*parts, strict=True)])
-
-
-def _attention_equal(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, length_tokens: int) -> Tensor:
-    heads = (x.view(-1, length_tokens, *x.shape[1:]) for x in (q_TNH, k_TKH, v_TKH))
-    q, k, v = (x.transpose(1, 2) for x in heads)
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.transpose(1, 2).reshape(q_TNH.shape)
 
 
 # --- cross entropy over a vocabulary shard -------------------------------------------------------

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from megalite.families import family_defaults
+from megalite.shares import parse_split
 
 MAX_SEED = 2**63 - 1
 
@@ -192,32 +200,41 @@ class OptimizerConfig(Section):
         return value
 
 
+def _prefix(value: str) -> str:
+    if value.endswith((".bin", ".idx")):
+        raise ValueError(f"names the pair PREFIX.bin, PREFIX.idx; write {value[:-4]!r}")
+    return value
+
+
+Prefix = Annotated[str, Field(min_length=1), AfterValidator(_prefix)]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+
+
+class SourceConfig(Section):
+    """One source of a blend. Weights are relative: 7 and 3 are the same as 0.7 and 0.3."""
+
+    path: Prefix  # PREFIX of PREFIX.bin and PREFIX.idx
+    weight: float = Field(default=1.0, ge=0)  # share of the samples; 0: validation only
+    name: SetName | None = None  # in messages and validation sets; None: the last part of path
+
+
 class DataConfig(Section):
     """Where tokens come from and how they are cut into samples."""
 
-    path: str | None = Field(default=None, min_length=1)  # PREFIX of PREFIX.bin and PREFIX.idx
+    path: Prefix | None = None  # PREFIX of PREFIX.bin and PREFIX.idx
+    sources: list[SourceConfig] = []  # a blend, instead of path
     tokenizer: str | None = Field(default=None, min_length=1)  # sentencepiece, generated samples
     seq_length: int = Field(ge=1, le=2**31 - 1)
-    split: tuple[float, float] = (0.98, 0.02)  # train, validation: shares of the token stream
+    # train, validation and perhaps test: shares of each source's token stream; also "969,30,1"
+    split: tuple[float, ...] = (0.98, 0.02)
     document_masks: bool = False  # documents do not attend to each other
+    workers: int = Field(default=1, ge=0, le=64)  # threads that read ahead; 0: none
+    prefetch: int = Field(default=2, ge=1, le=1024)  # steps that they may be ahead
 
-    @field_validator("path")
+    @field_validator("split", mode="before")
     @classmethod
-    def _path_is_a_prefix(cls, value: str | None) -> str | None:
-        if value is not None and value.endswith((".bin", ".idx")):
-            raise ValueError(f"names the pair PREFIX.bin, PREFIX.idx; write {value[:-4]!r}")
-        return value
-
-    @field_validator("split")
-    @classmethod
-    def _split_adds_up(cls, value: tuple[float, float]) -> tuple[float, float]:
-        train, validation = value
-        if train <= 0 or validation < 0 or abs(train + validation - 1) > 1e-9:
-            raise ValueError(
-                f"needs a positive train share and shares that add up to 1, got {train:g} + "
-                f"{validation:g} = {train + validation:g}; use for example [0.98, 0.02]"
-            )
-        return value
+    def _split_into_shares(cls, value: object) -> tuple[float, ...]:
+        return parse_split(value)
 
 
 class TrainConfig(Section):
@@ -255,12 +272,21 @@ class TrainConfig(Section):
         return values
 
 
+class EvalSetConfig(Section):
+    """A dataset that is only evaluated, whole."""
+
+    name: SetName
+    path: Prefix
+
+
 class EvalConfig(Section):
     """Validation during training."""
 
     interval: int = Field(default=0, ge=0)  # steps; 0: never
-    batches: int = Field(default=8, ge=1)  # global batches per evaluation
+    # global batches of each set, the same ones every time; None: all of the set
+    batches: int | None = Field(default=None, ge=1)
     weights: Literal["model", "ema"] = "model"  # ema: the average that optimizer.ema_decay keeps
+    sets: list[EvalSetConfig] = []  # beside what data.split leaves for validation
 
 
 class CheckpointConfig(Section):

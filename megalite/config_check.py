@@ -1,18 +1,18 @@
 """Do the settings fit each other and the world size? All problems at once, one line each.
 
 A line names the settings with their values and what would fit. Also fills in what a config may
-leave open (`resolve`). Single values are checked in config.py; nothing here touches files or torch,
-except `missing_inputs`, which looks for the files that a run would read.
+leave open (`resolve`). Single values are checked in config.py, data in config_data.py; nothing here
+touches files or torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import gcd, lcm
-from pathlib import Path
 
 from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config import RunConfig
+from megalite.config_data import data_problems
 from megalite.config_effect import without_effect
 from megalite.config_keys import default_of, toml_value, value_of
 from megalite.config_precision import precision_problems
@@ -44,7 +44,7 @@ def check_config(
         *_batch(config, dp),
         *training_problems(config, dp),
         *precision_problems(config),
-        *_evaluation(config),
+        *data_problems(config),
         *_no_effect(config, origins),
     ]
 
@@ -91,23 +91,6 @@ def data_parallel(config: RunConfig, world_size: int | None) -> int:
 def default_schedule(pp: int, vpp: int) -> str:
     """The schedule where the config names none."""
     return "interleaved" if pp > 1 and vpp > 1 else "1f1b"
-
-
-def missing_inputs(config: RunConfig) -> list[str]:
-    """One line for each file the config names that is not there, seen from the working folder."""
-    data, problems = config.data, []
-    for suffix in (".bin", ".idx") if data.path is not None else ():
-        if not Path(f"{data.path}{suffix}").is_file():
-            problems.append(
-                f"data.path={data.path}: no file {data.path}{suffix} below {Path.cwd()}; correct "
-                f"the prefix, or make it with `megalite data prepare SOURCE --out {data.path}`"
-            )
-    if data.tokenizer is not None and not Path(data.tokenizer).is_file():
-        problems.append(
-            f"data.tokenizer={data.tokenizer}: no such file; "
-            f"correct the path, or make it with `megalite data prepare SOURCE --vocab-size N`"
-        )
-    return problems
 
 
 def _world(config: RunConfig, world_size: int | None) -> Iterator[str]:
@@ -253,19 +236,6 @@ def _batch(config: RunConfig, dp: int) -> Iterator[str]:
             f"train.global_batch={global_batch} is not divisible by "
             f"train.micro_batch={micro_batch} x parallel.dp={dp} = {micro_batch * dp}; "
             f"use train.global_batch={_multiples_near(global_batch, micro_batch * dp)}"
-        )
-
-
-def _evaluation(config: RunConfig) -> Iterator[str]:
-    if config.eval.interval and config.data.split[1] == 0:
-        yield (
-            f"eval.interval={config.eval.interval} needs validation tokens, but data.split gives "
-            f"0; use for example data.split=[0.98, 0.02], or eval.interval=0"
-        )
-    if config.eval.weights == "ema" and config.optimizer.ema_decay is None:
-        yield (
-            "eval.weights=ema needs an average of the weights, but optimizer.ema_decay is not "
-            "set; set it to for example 0.999, or eval.weights=model"
         )
 
 

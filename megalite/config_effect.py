@@ -131,6 +131,11 @@ EFFECTS: tuple[Effect, ...] = (
         "remove it",
     ),
     Effect(
+        "checkpoint.load_weights",
+        lambda c: c.checkpoint.resume != "must",
+        "checkpoint.resume=must starts from this run's own checkpoint; remove one of the two",
+    ),
+    Effect(
         "eval.weights",
         lambda c: c.eval.interval > 0,
         "eval.interval=0 never evaluates; remove it or set eval.interval",
@@ -142,6 +147,16 @@ EFFECTS: tuple[Effect, ...] = (
             "log.wandb.project is not set; remove it or set log.wandb.project",
         )
         for name in ("mode", "entity", "group", "tags", "timeout_s")
+    ),
+    Effect(
+        "eval.sets",
+        lambda c: c.eval.interval > 0,
+        "eval.interval=0 never evaluates; remove it or set eval.interval",
+    ),
+    Effect(
+        "data.prefetch",
+        lambda c: c.data.workers > 0,
+        "data.workers=0 reads nothing ahead; remove it or set data.workers=1",
     ),
     Effect(
         "eval.batches",

@@ -8,6 +8,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """A hidden weight as the matrices it is made of, whatever tensor parallelism cuts.
+
+    The global tensor is cut along `dim` into parts of `sizes` (empty: one part); each part, all its
+    dims but the last flattened, is a matrix [rows, last dim].
+    """
+
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ShardSpec:
     """Global identity of a parameter and how tensor parallelism cuts it.
 
@@ -23,6 +35,14 @@ class ShardSpec:
     shared: bool = False  # tied embedding that another pipeline stage holds too
     copy: bool = False  # the one of two tied copies that norms and checkpoints do not count
     uses: int = 1  # gradient contributions per microbatch
+    matrices: Matrices | None = None  # None: no hidden matrix (1-D, embedding, head)
+
+    def __post_init__(self) -> None:
+        cut = self.matrices
+        if cut is not None and cut.sizes:
+            fits = sum(cut.sizes) == self.shape[cut.dim] and cut.dim < len(self.shape) - 1
+            assert fits, f"{self.name}: {cut} does not cut {self.shape}"
+            assert cut.dim != self.shard_dim, f"{self.name}: tp and matrices cut the same dim"
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Shape of one tp rank's piece; `tp` must divide the sharded dim."""

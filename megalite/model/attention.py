@@ -1,4 +1,5 @@
-"""Self-attention: packed QKV projection, rotary positions, causal attention, output projection.
+"""Self-attention: packed QKV projection, norm of heads, rotary positions, causal attention, output
+projection.
 
 Shapes: T tokens, D model, n = N / tp query heads, k = K / tp key/value heads of this rank,
 g = N / K query heads per group, H head dim. The packed projection's global shape is
@@ -16,29 +17,47 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite import kernels
 from megalite.config import ModelConfig
+from megalite.model.norm import HeadNorm
 from megalite.model.sequence import Sequences
+from megalite.sharding import Matrices
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention within documents.
+    """Causal self-attention within documents, and within a sliding window if the config has one.
 
     recompute_core: keep only the packed projection for the backward and run rotation and attention
     again, instead of keeping rotated heads, output and statistics.
     """
 
     def __init__(
-        self, tp: TensorParallel, name: str, config: ModelConfig, *, recompute_core: bool
+        self,
+        tp: TensorParallel,
+        name: str,
+        config: ModelConfig,
+        *,
+        layer: int,
+        recompute_core: bool,
     ) -> None:
         super().__init__()
         heads, groups, head_dim = config.num_heads, config.kv_heads, config.head_size
         self.shape_kgH = (groups // tp.axis.size, heads // groups + 2, head_dim)
         self.recompute_core = recompute_core
+        self.layer, self.window = layer, config.sliding_window
+        self.dropout_p = config.attention_dropout
+        self.first_head = heads // tp.axis.size * tp.axis.rank
         self.qkv = ColumnParallelLinear(
-            tp, f"{name}.qkv", (groups, heads // groups + 2, head_dim, config.hidden_size)
+            tp,
+            f"{name}.qkv",
+            (groups, heads // groups + 2, head_dim, config.hidden_size),
+            bias=config.qkv_bias,
+            matrices=Matrices(1, (heads // groups, 1, 1)),
         )
-        self.out = RowParallelLinear(tp, f"{name}.out", (config.hidden_size, heads * head_dim))
+        self.head_norm = HeadNorm(tp, name, head_dim, config.norm_eps) if config.qk_norm else None
+        self.out = RowParallelLinear(
+            tp, f"{name}.out", (config.hidden_size, heads * head_dim), bias=config.linear_bias
+        )
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         qkv = self.qkv(x)
@@ -53,13 +72,28 @@ class SelfAttention(nn.Module):
         return out
 
     def core(self, qkv_TkgH: Tensor, sequences: Sequences) -> Tensor:
-        """Rotate and attend: [T, k, g + 2, H] -> [T, n * H]."""
+        """Norm heads, rotate and attend: [T, k, g + 2, H] -> [T, n * H]."""
+        if self.head_norm is not None:
+            qkv_TkgH = self.head_norm(qkv_TkgH)
         q, k, v = _SplitRotate.apply(qkv_TkgH, sequences.cos_sh, sequences.sin_sh)
         tokens, head_dim = len(q), q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
-        return kernels.attention(q_TnH, k.squeeze(2), v.squeeze(2), sequences.cu_seqlens).view(
-            tokens, -1
-        )
+        return kernels.attention(
+            q_TnH,
+            k.squeeze(2),
+            v.squeeze(2),
+            sequences.cu_seqlens,
+            self.window,
+            self.dropout(sequences),
+        ).flatten(1)
+
+    def dropout(self, sequences: Sequences) -> kernels.AttentionDropout | None:
+        """Which attention weights of this rank's heads to drop; None for none."""
+        at = sequences.dropout
+        if self.dropout_p == 0 or at is None:
+            return None
+        key = at.key(self.layer, "attention")
+        return kernels.AttentionDropout(self.dropout_p, key, at.first_token, self.first_head)
 
 
 class _SplitRotate(torch.autograd.Function):

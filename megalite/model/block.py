@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.config import ModelConfig
 from megalite.model.attention import SelfAttention
+from megalite.model.dropout import Dropout
 from megalite.model.mlp import MLP
-from megalite.model.norm import RMSNorm
+from megalite.model.norm import make_norm
 from megalite.model.sequence import Sequences
 from megalite.tensor_parallel.context import TensorParallel
 
@@ -19,10 +20,10 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(.)).
+    """x + dropout(attention(norm(x))), then + dropout(mlp(norm(.))).
 
     recompute: "none" keeps every intermediate; "selective" recomputes rotated heads, attention and
-    the SwiGLU product in the backward; "full" keeps only the layer's input.
+    the activation in the backward; "full" keeps only the layer's input.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class TransformerLayer(nn.Module):
         name = f"layers.{index}"
         selective = recompute == "selective"
         self.recompute_layer = recompute == "full"
-        self.attention_norm = RMSNorm(
-            tp, f"{name}.attention_norm", config.hidden_size, config.norm_eps
+        self.attention_norm = make_norm(tp, f"{name}.attention_norm", config)
+        self.attention = SelfAttention(
+            tp, f"{name}.attention", config, layer=index, recompute_core=selective
         )
-        self.attention = SelfAttention(tp, f"{name}.attention", config, recompute_core=selective)
-        self.mlp_norm = RMSNorm(tp, f"{name}.mlp_norm", config.hidden_size, config.norm_eps)
+        self.attention_dropout = Dropout(tp, config.residual_dropout, index, "attention output")
+        self.mlp_norm = make_norm(tp, f"{name}.mlp_norm", config)
         self.mlp = MLP(tp, f"{name}.mlp", config, keep_activation=not selective)
+        self.mlp_dropout = Dropout(tp, config.residual_dropout, index, "mlp output")
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         if self.recompute_layer and torch.is_grad_enabled():
@@ -49,5 +52,6 @@ class TransformerLayer(nn.Module):
 
     def run(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The layer itself: [T, D] -> [T, D], or [t, D] under sequence parallelism."""
-        x, normed = self.mlp_norm.add(x, self.attention(self.attention_norm(x), sequences))
-        return x + self.mlp(normed)
+        delta = self.attention(self.attention_norm(x), sequences)
+        x, normed = self.mlp_norm.add(x, self.attention_dropout(delta, sequences.dropout))
+        return x + self.mlp_dropout(self.mlp(normed), sequences.dropout)

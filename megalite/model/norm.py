@@ -1,7 +1,9 @@
-"""RMSNorm whose weight gradient goes to the chunk's gradient store, alone or with the residual add.
+"""Norms whose gradients go to the chunk's gradient store, alone or with the residual add.
 
-Shapes: T tokens (this rank's shard t under sequence parallelism), D model. Each rank norms the
-tokens it holds, so under sequence parallelism the weight's gradient is a partial sum over tp.
+Shapes: T tokens (this rank's shard t under sequence parallelism), D model, H head dim; k groups of
+g query heads, a key and a value. Each rank norms the tokens it holds, so under sequence parallelism
+the parameters' gradients are partial sums over tp; those of `HeadNorm` always are, for each rank
+norms its own heads.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite import kernels
+from megalite.config import ModelConfig
 from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 
@@ -19,20 +22,27 @@ from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 class RMSNorm(ShardedModule):
     """y = x / sqrt(mean(x^2) + eps) * weight."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, tp: TensorParallel, name: str, hidden_size: int, eps: float) -> None:
         super().__init__(tp)
         self.eps = eps
-        spec = ShardSpec(
-            f"{name}.weight", (hidden_size,), partial=tp.sequence_parallel, decay=False
-        )
-        self.weight = self.add_parameter("weight", spec)
+        self.weight = self.add_parameter("weight", self._spec(f"{name}.weight", hidden_size))
+        self.register_parameter("bias", None)
+
+    def _spec(self, name: str, hidden_size: int) -> ShardSpec:
+        return ShardSpec(name, (hidden_size,), partial=self.tp.sequence_parallel, decay=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return _Norm.apply(x_TD, self.weight, self)
+        return _Norm.apply(x_TD, self.weight, self.bias, self)
 
     def add(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(x + delta, norm of it): the residual stream is rounded to its dtype before the norm."""
-        return _AddNorm.apply(x_TD, delta_TD, self.weight, self)
+        return _AddNorm.apply(x_TD, delta_TD, self.weight, self.bias, self)
+
+    def compute(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """y, and the statistics that `backward_norm` finds saved behind x and the weight."""
+        return kernels.rms_norm(x_TD, self.weight, self.eps)
 
     def backward_norm(self, ctx: Any, dy_TD: Tensor) -> Tensor:
         x_TD, weight, rstd_T1 = ctx.saved_tensors
@@ -41,31 +51,129 @@ class RMSNorm(ShardedModule):
         return dx_TD
 
 
+class LayerNorm(RMSNorm):
+    """y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias."""
+
+    def __init__(self, tp: TensorParallel, name: str, hidden_size: int, eps: float) -> None:
+        super().__init__(tp, name, hidden_size, eps)
+        self.bias: nn.Parameter = self.add_parameter(
+            "bias", self._spec(f"{name}.bias", hidden_size)
+        )
+
+    def compute(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        return kernels.layer_norm(x_TD, self.weight, self.bias, self.eps)
+
+    def backward_norm(self, ctx: Any, dy_TD: Tensor) -> Tensor:
+        x_TD, weight, mean_T1, rstd_T1 = ctx.saved_tensors
+        dx_TD, dweight_D, dbias_D = kernels.layer_norm_grad(dy_TD, x_TD, weight, mean_T1, rstd_T1)
+        self.accumulate_rowwise(self.weight, dweight_D)
+        self.accumulate_rowwise(self.bias, dbias_D)
+        return dx_TD
+
+
+_NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+
+
+def make_norm(tp: TensorParallel, name: str, config: ModelConfig) -> RMSNorm:
+    """The norm that the config names, over the hidden size."""
+    return _NORMS[config.norm](tp, name, config.hidden_size, config.norm_eps)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, layer: RMSNorm) -> Tensor:
-        y_TD, rstd_T1 = kernels.rms_norm(x_TD, weight, layer.eps)
-        ctx.save_for_backward(x_TD, weight, rstd_T1)
+    def forward(
+        ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, layer: RMSNorm
+    ) -> Tensor:
+        y_TD, *stats = layer.compute(x_TD)
+        ctx.save_for_backward(x_TD, weight, *stats)
         ctx.layer = layer
         return y_TD
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.layer.backward_norm(ctx, dy_TD), None, None
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.layer.backward_norm(ctx, dy_TD), None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, delta_TD: Tensor, weight: Tensor, layer: RMSNorm
+        ctx: Any,
+        x_TD: Tensor,
+        delta_TD: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: RMSNorm,
     ) -> tuple[Tensor, Tensor]:
         sum_TD = x_TD + delta_TD
-        y_TD, rstd_T1 = kernels.rms_norm(sum_TD, weight, layer.eps)
-        ctx.save_for_backward(sum_TD, weight, rstd_T1)
+        y_TD, *stats = layer.compute(sum_TD)
+        ctx.save_for_backward(sum_TD, weight, *stats)
         ctx.layer = layer
         return sum_TD, y_TD
 
     @staticmethod
-    def backward(ctx: Any, dsum_TD: Tensor, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(
+        ctx: Any, dsum_TD: Tensor, dy_TD: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         dx_TD = ctx.layer.backward_norm(ctx, dy_TD).add_(dsum_TD)
-        return dx_TD, dx_TD, None, None
+        return dx_TD, dx_TD, None, None, None
+
+
+class HeadNorm(ShardedModule):
+    """RMSNorm over each query head and each key head of packed heads [T, k, g + 2, H].
+
+    One weight for all query heads, one for all key heads; values pass through.
+    """
+
+    def __init__(self, tp: TensorParallel, name: str, head_dim: int, eps: float) -> None:
+        super().__init__(tp)
+        self.eps = eps
+        self.q_weight, self.k_weight = (
+            self.add_parameter(
+                f"{head}_weight",
+                ShardSpec(f"{name}.{head}_norm.weight", (head_dim,), partial=True, decay=False),
+            )
+            for head in ("q", "k")
+        )
+
+    def forward(self, qkv_TkgH: Tensor) -> Tensor:
+        return _HeadNorm.apply(qkv_TkgH, self.q_weight, self.k_weight, self)
+
+    def rows(self, queries: int) -> Tensor:
+        """The weight of each head of a group but its value: [g + 1, H]."""
+        return torch.cat([self.q_weight.expand(queries, -1), self.k_weight.unsqueeze(0)])
+
+
+class _HeadNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_TkgH: Tensor, q_weight: Tensor, k_weight: Tensor, layer: HeadNorm
+    ) -> Tensor:
+        queries = qkv_TkgH.shape[2] - 2
+        y_TkgH = torch.empty_like(qkv_TkgH)
+        normed, rstd = kernels.rms_norm(
+            qkv_TkgH[:, :, : queries + 1], layer.rows(queries), layer.eps
+        )
+        y_TkgH[:, :, : queries + 1] = normed
+        y_TkgH[:, :, queries + 1 :] = qkv_TkgH[:, :, queries + 1 :]
+        ctx.save_for_backward(qkv_TkgH, q_weight, k_weight, rstd)
+        ctx.layer = layer
+        return y_TkgH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TkgH: Tensor) -> tuple[Tensor, None, None, None]:
+        layer: HeadNorm = ctx.layer
+        qkv_TkgH, _, _, rstd = ctx.saved_tensors
+        queries = qkv_TkgH.shape[2] - 2
+        dqkv_TkgH = torch.empty_like(dy_TkgH)
+        dx, dweight = kernels.rms_norm_grad(
+            dy_TkgH[:, :, : queries + 1],
+            qkv_TkgH[:, :, : queries + 1],
+            layer.rows(queries),
+            rstd,
+        )
+        dqkv_TkgH[:, :, : queries + 1] = dx
+        dqkv_TkgH[:, :, queries + 1 :] = dy_TkgH[:, :, queries + 1 :]
+        dweight_gH = dweight.sum(0)
+        layer.accumulate_rowwise(layer.q_weight, dweight_gH[:-1].sum(0))
+        layer.accumulate_rowwise(layer.k_weight, dweight_gH[-1])
+        return dqkv_TkgH, None, None, None

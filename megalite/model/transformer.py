@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite import kernels
 from megalite.config import ModelConfig
 from megalite.model.block import Recompute, TransformerLayer
-from megalite.model.norm import RMSNorm
+from megalite.model.dropout import Dropout, DropoutAt
+from megalite.model.norm import make_norm
+from megalite.model.position import PositionEmbedding, rotary_tables
 from megalite.model.sequence import Sequences
 from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
@@ -35,7 +36,8 @@ class Batch(Protocol):
     """What a chunk reads of a microbatch.
 
     token_T, label_T: int64 [T]. weight_T: [T], each token's share of the step's loss; 0 where
-    masked. cu_seqlens: document boundaries [0, ..., T].
+    masked. cu_seqlens: document boundaries [0, ..., T]. dropout: where the microbatch stands in its
+    step; None (evaluation) drops nothing.
     """
 
     @property
@@ -46,6 +48,8 @@ class Batch(Protocol):
     def weight_T(self) -> Tensor: ...
     @property
     def cu_seqlens(self) -> Sequence[int]: ...
+    @property
+    def dropout(self) -> DropoutAt | None: ...
 
 
 class Transformer(nn.Module):
@@ -72,9 +76,7 @@ class Transformer(nn.Module):
         self.first, self.last = first, last
         self.seq_length, self.loss_chunk_tokens = seq_length, loss_chunk_tokens
         self.before: Callable[[int], None] | None = None
-        self.rope = kernels.rope_tables(
-            seq_length, config.head_size, config.rope_theta, tp.dtype, tp.device
-        )
+        self.rope = rotary_tables(config, seq_length, tp.dtype, tp.device)
         tied, alone = config.tie_embeddings, first and last
         vocab = (config.padded_vocab_size, config.hidden_size)
         if first:
@@ -88,9 +90,15 @@ class Transformer(nn.Module):
                     uses=1 + (tied and alone),
                 ),
             )
+            self.positions = (
+                PositionEmbedding(tp, config.max_positions, config.hidden_size, seq_length)
+                if config.positions == "learned"
+                else None
+            )
+            self.embedding_dropout = Dropout(tp, config.embedding_dropout, -1, "embedding")
         self.layers = nn.ModuleList(TransformerLayer(tp, i, config, recompute) for i in layers)
         if last:
-            self.final_norm = RMSNorm(tp, "final_norm", config.hidden_size, config.norm_eps)
+            self.final_norm = make_norm(tp, "final_norm", config)
             spec = ShardSpec("head.weight", vocab, 0)
             if tied:
                 spec = ShardSpec("embedding.weight", vocab, 0, shared=True, copy=True)
@@ -119,7 +127,8 @@ class Transformer(nn.Module):
 
     def _sections(self) -> list[list[tuple[nn.Parameter, ShardSpec]]]:
         head = [self.final_norm, self.head] if self.last else []
-        groups: list[list[nn.Module]] = [[self.embedding] if self.first else []]
+        first = [self.embedding, self.positions] if self.first else []
+        groups: list[list[nn.Module]] = [[module for module in first if module is not None]]
         groups += [*([layer] for layer in self.layers), [*head]]
         return [
             [
@@ -138,25 +147,41 @@ class Transformer(nn.Module):
         x: the previous stage's output [T, D] ([t, D] under sequence parallelism), None on the first
         stage. The loss is sum(weight_T * loss_T).
         """
-        x = self.hidden(x, batch.token_T, batch.cu_seqlens)
+        assert not (
+            self.config.has_dropout and torch.is_grad_enabled() and batch.dropout is None
+        ), "a batch to train on says where it stands, or nothing would be dropped"
+        x = self.hidden(x, batch.token_T, batch.cu_seqlens, batch.dropout)
         if not self.last:
             return x
         self._before(len(self.layers) + 1)
         loss_T = self.loss(self.final_norm(x), batch.label_T)
         return torch.dot(loss_T, batch.weight_T.to(loss_T.dtype))
 
-    def hidden(self, x: Tensor | None, token_T: Tensor, cu_seqlens: Sequence[int]) -> Tensor:
+    def hidden(
+        self,
+        x: Tensor | None,
+        token_T: Tensor,
+        cu_seqlens: Sequence[int],
+        dropout: DropoutAt | None = None,
+    ) -> Tensor:
         """Residual stream after this stage's layers."""
         if self.first:
             self._before(0)
-            x = self.embedding(token_T)
+            x = self.embed(token_T, dropout)
         assert x is not None, "a stage after the first needs the previous stage's output"
         length = min(self.seq_length, len(token_T))
-        sequences = Sequences(cu_seqlens, self.rope[0][:length], self.rope[1][:length])
+        sequences = Sequences(cu_seqlens, self.rope[0][:length], self.rope[1][:length], dropout)
         for index, layer in enumerate(self.layers):
             self._before(index + 1)
             x = layer(x, sequences)
         return x
+
+    def embed(self, token_T: Tensor, dropout: DropoutAt | None) -> Tensor:
+        """Token embeddings, with positions where they are learned: [T, D] or [t, D]."""
+        x: Tensor = self.embedding(token_T)
+        if self.positions is not None:
+            x = self.positions(x, min(self.seq_length, len(token_T)))
+        return self.embedding_dropout(x, dropout)
 
     def loss(self, x: Tensor, label_T: Tensor) -> Tensor:
         """Per-token loss [T] of normed hidden states."""

@@ -13,22 +13,34 @@ With tp = 1 the same lines run and no collective does anything. Weight gradients
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megalite import kernels
 from megalite.distributed import comm
-from megalite.sharding import ShardSpec
+from megalite.sharding import Matrices, ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+
+_ONE_MATRIX = Matrices()
+
+Activation = Literal["swiglu", "gelu_tanh"]
+
+# What a row-parallel layer may apply to its input: the function and its gradient.
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "swiglu": (kernels.swiglu, kernels.swiglu_grad),
+    "gelu_tanh": (kernels.gelu, kernels.gelu_grad),
+}
 
 
 class ColumnParallelLinear(ShardedModule):
     """y[T, f] = x @ W[f, D]^T + b[f]: output features are split over tp.
 
     shape: global weight shape; the last dim is D, the product of the others F. `shard_dim` names
-    the dim that tp splits. x is [T, D], or [t, D] under sequence parallelism.
+    the dim that tp splits, `matrices` what a packed weight is made of. x is [T, D], or [t, D]
+    under sequence parallelism.
     """
 
     def __init__(
@@ -41,12 +53,13 @@ class ColumnParallelLinear(ShardedModule):
         bias: bool = False,
         weight: nn.Parameter | None = None,
         spec: ShardSpec | None = None,
+        matrices: Matrices = _ONE_MATRIX,
     ) -> None:
         super().__init__(tp)
         if weight is not None:  # a weight that another layer of this chunk owns (tied embedding)
             self.weight = weight
         else:
-            spec = spec or ShardSpec(f"{name}.weight", shape, shard_dim)
+            spec = spec or ShardSpec(f"{name}.weight", shape, shard_dim, matrices=matrices)
             self.weight = self.add_parameter("weight", spec)
         self.bias = (
             self.add_parameter(
@@ -67,9 +80,8 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         tp = layer.tp
         x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
-        y_Tf = kernels.linear(x_TD, weight.flatten(0, -2))
-        if bias is not None:
-            y_Tf += bias.flatten()
+        bias_f = None if bias is None else bias.flatten()
+        y_Tf = kernels.linear(x_TD, weight.flatten(0, -2), bias_f)
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         return y_Tf
@@ -96,9 +108,9 @@ class _ColumnLinear(torch.autograd.Function):
 class RowParallelLinear(ShardedModule):
     """y = sum over tp of a[T, f] @ W[D, f]^T, plus b[D]: input features are split over tp.
 
-    Returns [T, D], or [t, D] under sequence parallelism. With `gated`, the input is h[T, 2f] and
-    a = SwiGLU(h) is part of the layer; `keep_activation=False` recomputes it in the backward
-    instead of keeping it (same bits).
+    Returns [T, D], or [t, D] under sequence parallelism. With an `activation`, the input is h and
+    a = activation(h) is part of the layer (h is [T, 2f] for swiglu); `keep_activation=False`
+    recomputes it in the backward instead of keeping it (same bits).
     """
 
     def __init__(
@@ -108,13 +120,17 @@ class RowParallelLinear(ShardedModule):
         shape: tuple[int, int],
         *,
         bias: bool = False,
-        gated: bool = False,
+        activation: Activation | None = None,
         keep_activation: bool = True,
     ) -> None:
         super().__init__(tp)
-        self.gated = gated
+        self.activate: Callable[[Tensor], Tensor] | None = None
+        self.activate_grad: Callable[[Tensor, Tensor], Tensor] | None = None
+        if activation is not None:
+            self.activate, self.activate_grad = _ACTIVATIONS[activation]
         self.keep_activation = keep_activation
-        self.weight = self.add_parameter("weight", ShardSpec(f"{name}.weight", shape, 1))
+        spec = ShardSpec(f"{name}.weight", shape, 1, matrices=_ONE_MATRIX)
+        self.weight = self.add_parameter("weight", spec)
         # Each rank adds the whole bias to its own tokens, so its gradient is a partial sum.
         spec = ShardSpec(f"{name}.bias", shape[:1], partial=tp.sequence_parallel, decay=False)
         self.bias = self.add_parameter("bias", spec) if bias else None
@@ -129,12 +145,12 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear
     ) -> Tensor:
         tp = layer.tp
-        a_Tf = kernels.swiglu(h) if layer.gated else h
+        a_Tf = layer.activate(h) if layer.activate else h
         y_TD = kernels.linear(a_Tf, weight)
         y = (comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce)(y_TD, tp.axis)
         if bias is not None:
-            y = y + bias
-        keep = layer.gated and layer.keep_activation
+            y += bias
+        keep = layer.activate and layer.keep_activation
         ctx.save_for_backward(h, weight, *([a_Tf] if keep else []))
         ctx.layer = layer
         return y
@@ -144,13 +160,13 @@ class _RowLinear(torch.autograd.Function):
         layer: RowParallelLinear = ctx.layer
         tp, (h, weight, *kept) = layer.tp, ctx.saved_tensors
         if layer.bias is not None:
-            layer.accumulate_rowwise(layer.bias, dy.sum(0))
+            layer.accumulate_rowwise(layer.bias, kernels.bias_grad(dy))
         dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
         dh = None
         if ctx.needs_input_grad[0]:
             dh = kernels.linear_input_grad(dy_TD, weight)
-            dh = kernels.swiglu_grad(dh, h) if layer.gated else dh
-        a_Tf = kept[0] if kept else kernels.swiglu(h) if layer.gated else h
+            dh = layer.activate_grad(dh, h) if layer.activate_grad else dh
+        a_Tf = kept[0] if kept else layer.activate(h) if layer.activate else h
         add_linear_grads(layer, layer.weight, None, dy_TD, a_Tf)
         return dh, None, None, None
 
@@ -160,7 +176,7 @@ def add_linear_grads(
 ) -> None:
     """Hand dW = dy^T x (deferrable) and db = sum_T dy to the layer's gradient store."""
     if bias is not None:
-        layer.accumulate_rowwise(bias, dy_TF.sum(0).view(bias.shape))
+        layer.accumulate_rowwise(bias, kernels.bias_grad(dy_TF).view(bias.shape))
     dy_TF, x = dy_TF.detach(), x.detach()
     layer.tp.grads.add(
         weight,

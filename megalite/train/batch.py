@@ -15,25 +15,38 @@ from torch import Tensor
 from megalite.data.dataset import Batches, MicroBatch
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
+from megalite.model.dropout import DropoutAt
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One microbatch: token_T and label_T int64 [T]; weight_T [T]; cu_seqlens [0, ..., T]."""
+    """One microbatch: token_T and label_T int64 [T]; weight_T [T]; cu_seqlens [0, ..., T].
+
+    dropout: where the microbatch stands in its step; None drops nothing (evaluation).
+    """
 
     token_T: Tensor
     label_T: Tensor
     weight_T: Tensor
     cu_seqlens: list[int]
+    dropout: DropoutAt | None = None
 
 
 def rank_micro_batches(
-    batches: Batches, step: int, global_batch: int, micro_batch: int, mesh: Mesh
+    batches: Batches,
+    step: int,
+    global_batch: int,
+    micro_batch: int,
+    mesh: Mesh,
+    first_sample: int | None = None,
 ) -> list[MicroBatch]:
-    """This rank's microbatches of a step, in order; the same on all ranks of a replica."""
-    count = global_batch // (micro_batch * mesh.dp.size)
+    """This rank's microbatches of a step, in order; the same on all ranks of a replica.
+
+    `first_sample`: where the step starts in the run, if not at step * global_batch.
+    """
+    dp, count = mesh.dp, global_batch // (micro_batch * mesh.dp.size)
     return [
-        batches.micro_batch(step, global_batch, micro_batch, mesh.dp.rank, mesh.dp.size, index)
+        batches.micro_batch(step, global_batch, micro_batch, dp.rank, dp.size, index, first_sample)
         for index in range(count)
     ]
 
@@ -46,16 +59,31 @@ def count_valid_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
     return int(total)
 
 
+def dropout_start(
+    seed: int, step: int, micro_batches: Sequence[MicroBatch], mesh: Mesh
+) -> DropoutAt:
+    """Where this rank's first microbatch stands in the step's global batch."""
+    mine = sum(len(batch.tokens) for batch in micro_batches)  # as many as every other dp rank's
+    return DropoutAt(seed, step, mesh.dp.rank * mine)
+
+
 def token_batches(
-    micro_batches: Sequence[MicroBatch], scale: float, device: torch.device
+    micro_batches: Sequence[MicroBatch],
+    scale: float,
+    device: torch.device,
+    dropout: DropoutAt | None = None,
 ) -> list[TokenBatch]:
-    """Microbatches on `device`, each valid token weighing `scale`."""
+    """Microbatches on `device`, each valid token weighing `scale`.
+
+    dropout: `dropout_start` of a step to train on; None for evaluation, which drops nothing.
+    """
     return [
         TokenBatch(
             token_T=batch.tokens.to(device),
             label_T=batch.labels.to(device),
             weight_T=(batch.loss_weight.double() * scale).to(device),
             cu_seqlens=batch.cu_seqlens.tolist(),
+            dropout=dropout and dropout.later(index * len(batch.tokens)),
         )
-        for batch in micro_batches
+        for index, batch in enumerate(micro_batches)
     ]

@@ -8,28 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config import RunConfig
 from megalite.config_text import to_toml
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
-from megalite.errors import CheckpointError, ConfigError, MegaliteError
+from megalite.errors import ConfigError, MegaliteError
 from megalite.model_math import parameter_counts
 from megalite.optim.lr_schedule import learning_rate
 from megalite.optim.norm import NonFiniteGradientError
 from megalite.optim.zero1 import StepResult
 from megalite.train import metrics, records, state
-from megalite.train.batch import count_valid_tokens, rank_micro_batches, token_batches
+from megalite.train.batch import (
+    count_valid_tokens,
+    dropout_start,
+    rank_micro_batches,
+    token_batches,
+)
+from megalite.train.changes import Changed, as_records
 from megalite.train.console import Console
 from megalite.train.datasets import open_batches, require_same_data
 from megalite.train.engine import Engine
+from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike, SpikeGuard
+from megalite.train.resume import resume
 from megalite.train.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
 from megalite.train.step_clock import StepClock, drain_part
+from megalite.train.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,13 @@ class Trainer:
     what was asked for.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        console: Console | None = None,
+        accept: frozenset[str] = frozenset(),
+    ) -> None:
         self.config, self.mesh = config, mesh
         self.folder = Path(config.out) / config.name
         self.console = console or Console(quiet=mesh.rank != 0)
@@ -58,12 +76,25 @@ class Trainer:
         require_same_data(self.data_id, config, mesh)
         self.engine = Engine(config, mesh)
         self.device = metrics.describe_device(mesh.device, config.train.dtype)
-        self.consumed_tokens = 0
+        self.accept = accept  # settings that may differ from a checkpoint's, see config_resume.py
+        self.changed: Sequence[Changed] = ()  # what differs from the checkpoint resumed from
+        self.plan = batch_plan(config)
+        self.guard = SpikeGuard(config)
+        self.skips: Counter[str] = Counter()  # steps without an update so far, by reason
         self.step = 0  # steps done
         self.saved_step: int | None = None
         self.metrics: records.MetricsFile | None = None
         self._lock: TextIO | None = None
         self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: train.steps, or as many as consume train.tokens."""
+        return horizon_steps(self.config, self.plan)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens that the steps before `step` consume."""
+        return self.plan.first_sample(step) * self.config.data.seq_length
 
     @property
     def checkpoints(self) -> Path:
@@ -76,9 +107,10 @@ class Trainer:
                 self._resume()
                 if self.mesh.rank == 0:
                     self._open_folder()
-                with self.console.progress(self.step, self.config.train.steps):
+                done, total = self._progress(self.step), self._progress(self.total_steps)
+                with self.console.progress(done, total):
                     self._train(flag, stop_at)
-                if self.step == self.config.train.steps:
+                if self.step == self.total_steps:
                     return self._leave(0, "finished")
                 return self._leave(EXIT_SAVED_ON_SIGNAL, flag.name or "stopped")
         except BaseException as error:
@@ -87,7 +119,7 @@ class Trainer:
 
     def _train(self, flag: SignalFlag, stop_at: int | None) -> None:
         """Steps until the last one, a signal on any rank or `stop_at`; the last state is saved."""
-        last = self.config.train.steps
+        last = self.total_steps
         self.clock.begin()
         leaving = self.step == stop_at
         while self.step < last and not leaving:
@@ -104,31 +136,59 @@ class Trainer:
         config, train, ledger, clock = self.config, self.config.train, self.mesh.ledger, self.clock
         clock.lap("other")
         ledger.phase = "data"
+        batch, first_sample = self.plan.global_batch(self.step), self.plan.first_sample(self.step)
         micro = rank_micro_batches(
-            self.train_batches, self.step, train.global_batch, train.micro_batch, self.mesh
+            self.train_batches, self.step, batch, train.micro_batch, self.mesh, first_sample
         )
         valid = count_valid_tokens(micro, self.mesh)
-        batches = token_batches(micro, 1.0 / max(1, valid), self.mesh.device)
+        drop = dropout_start(train.seed, self.step, micro, self.mesh)
+        batches = token_batches(micro, 1.0 / max(1, valid), self.mesh.device, drop)
         clock.lap("data")
         ledger.phase = "forward and backward"
         loss = self.engine.forward_backward(batches)
         clock.lap("compute")
         ledger.phase = "optimizer"
-        lr = learning_rate(self.step, config.optimizer, config.train.steps)
-        result = self._update(lr)
+        lr = learning_rate(self.step, config.optimizer, self.total_steps, self.tokens_before)
+        spike = self._judge(loss)
+        result = self._update(lr, spike)
         clock.lap("optimizer")
         ledger.phase = "step edge"
         edge = self._agree(loss, flag)
         self.step += 1
-        self.consumed_tokens += config.train.global_batch * config.data.seq_length
         self._report(edge, lr=lr, valid=valid, result=asdict(result))
+        if result.skipped:
+            self._count_skip(result, spike)
         return edge
 
-    def _update(self, lr: float) -> StepResult:
+    def _judge(self, loss: torch.Tensor) -> Spike | None:
+        """The spike that the step's loss is, the same on all ranks; no collective unless asked."""
+        if not self.guard.active:
+            return None
+        total = comm.all_reduce(loss.detach().clone(), self.mesh.world)
+        return self.guard.judge(float(total))
+
+    def _update(self, lr: float, spike: Spike | None) -> StepResult:
         try:
-            return self.engine.optimizer.step(lr)
+            result = self.engine.optimizer.step(lr, hold=spike is not None)
         except NonFiniteGradientError as error:
             raise NonFiniteGradientError(f"step {self.step + 1}: {error}") from None
+        if spike is not None and spike.stop:
+            raise LossSpikeError(self.guard.message(self.step + 1, spike))
+        return result
+
+    def _count_skip(self, result: StepResult, spike: Spike | None) -> None:
+        """Count and tell a step that left the weights alone; its data is used up all the same."""
+        reason, text = NON_FINITE, "gradients are not finite"
+        if spike is not None and result.num_bad_ranks == 0:
+            reason, text = SPIKE, spike.text
+        self.skips[reason] += 1
+        if self.metrics is not None:
+            skip = {"count": self.skips[reason], "loss_scale": result.loss_scale}
+            self.metrics.write("skip", step=self.step, reason=reason, **skip)
+            self.console.print(
+                f"step {self.step}: {text}; update skipped ({self.skips[reason]} so far"
+                f"{f', loss scale {result.loss_scale:g}' if reason == NON_FINITE else ''})"
+            )
 
     def _agree(self, loss: torch.Tensor, flag: SignalFlag) -> StepEdge:
         mine_loss = loss.cpu().view(1)  # synchronises the device, so that its marks can be read
@@ -145,8 +205,9 @@ class Trainer:
         """Write the step's line; a skipped step says so in a line of its own."""
         if self.metrics is None:
             return
-        train, seq_length = self.config.train, self.config.data.seq_length
-        tokens = train.global_batch * seq_length
+        seq_length, total_steps = self.config.data.seq_length, self.total_steps
+        batch, samples = self.plan.global_batch(self.step - 1), self.plan.first_sample(self.step)
+        tokens = batch * seq_length
         rates = metrics.step_rates(
             tokens, edge.wall_s, self.mesh.world.size, self.config.model, seq_length, self.device
         )
@@ -160,25 +221,29 @@ class Trainer:
             "loss_tokens": valid,
             **asdict(rates),
             "memory_peak_bytes": metrics.memory_peak_bytes(self.mesh.device),
-            "consumed_tokens": self.consumed_tokens,
+            "global_batch": batch,
+            "consumed_samples": samples,
+            "consumed_tokens": samples * seq_length,
             **{f"time_{part}_s": edge.parts_s[part] for part in records.TIME_PARTS},
         }
         self.metrics.write("step", **line)
-        if result["skipped"]:
-            self.metrics.write("skip", step=self.step, reason="non-finite gradients")
-            self.console.print(f"step {self.step}: gradients are not finite; update skipped")
-        if self.step % self.config.log.interval == 0 or self.step == train.steps:
-            self.console.print(metrics.step_line(line, train.steps, self.device))
-        self.console.advance(self.step)
+        if self.step % self.config.log.interval == 0 or self.step == total_steps:
+            self.console.print(metrics.step_line(line, total_steps, self.device))
+        self.console.advance(self._progress(self.step))
+
+    def _progress(self, step: int) -> int:
+        """What a step's end is on the way: steps, or samples where steps differ in size."""
+        return step if len(self.plan.stages) == 1 else self.plan.first_sample(step)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
 
     def _evaluate_if_due(self) -> None:
         interval = self.config.eval.interval
-        if interval and (self._due(interval) or self.step == self.config.train.steps):
+        if interval and (self._due(interval) or self.step == self.total_steps):
             self.clock.stop()  # what an evaluation takes belongs to no step
-            self.evaluate()
+            with self.engine.evaluation_weights():
+                self.evaluate()
             self.clock.begin()
 
     def evaluate(self) -> float:
@@ -201,7 +266,7 @@ class Trainer:
                 "eval", step=self.step, name="validation", loss=loss, tokens=round(tokens)
             )
             self.console.print(
-                f"step {self.step:5d}/{train.steps}  validation loss {loss:.4f} "
+                f"step {self.step:5d}/{self.total_steps}  validation loss {loss:.4f} "
                 f"over {round(tokens)} tokens"
             )
         return loss
@@ -214,7 +279,14 @@ class Trainer:
             self.engine,
             self.checkpoints,
             self.step,
-            {"step": self.step, "consumed_tokens": self.consumed_tokens, "data": self.data_id},
+            {
+                "step": self.step,
+                "consumed_tokens": self.tokens_before(self.step),
+                "stages": [list(stage) for stage in self.plan.before(self.step)],
+                "data": self.data_id,
+                "spikes": self.guard.state(),
+                "skips": dict(self.skips),
+            },
         )
         self.saved_step = self.step
         if self.metrics is not None:
@@ -224,37 +296,15 @@ class Trainer:
         self.clock.begin()
 
     def _resume(self) -> None:
-        mode = self.config.checkpoint.resume
-        found = state.find_run(self.checkpoints, self.mesh)
-        if found is None:
-            if mode == "must":
-                raise CheckpointError(
-                    f'checkpoint.resume="must", but {self.checkpoints} holds no checkpoint; '
-                    "check name and out, or set checkpoint.resume to auto"
-                )
-            return
-        if mode == "never":
-            raise CheckpointError(
-                f'checkpoint.resume="never", but {self.checkpoints} holds {found.path.name}; '
-                "give the run another name, or remove the folder"
-            )
-        for reason in found.skipped:
-            self.console.print(f"passed over: {reason}")
-        if found.manifest.step > self.config.train.steps:
-            raise CheckpointError(
-                f"{found.path} is beyond train.steps={self.config.train.steps}; raise train.steps, "
-                "or start a run with another name"
-            )
-        saved = state.load_run(self.engine, found)
-        self.step, self.consumed_tokens = saved["step"], saved["consumed_tokens"]
-        self.saved_step = self.step
-        if saved["data"] != self.data_id:
-            raise CheckpointError(
-                f"{found.path} was trained on data with fingerprint {saved['data']}, "
-                f"{self.config.data.path} now has {self.data_id}; restore the dataset, or start "
-                "a run with another name"
-            )
-        self.console.print(f"resumed from {found.path} at step {self.step}")
+        found = resume(self.engine, self.checkpoints, self.data_id, self.accept, self.console.print)
+        if found is not None:
+            self.step, self.plan, self.changed = found.step, found.plan, found.changed
+            self.saved_step = found.step
+            self.guard.load(found.saved["spikes"])
+            self.skips.update(found.saved["skips"])
+        elif self.config.checkpoint.load_weights is not None:
+            source = load_weights(self.engine, Path(self.config.checkpoint.load_weights))
+            self.console.print(f"weights from {source.path}, everything else new")
 
     def _open_folder(self) -> None:
         try:
@@ -278,6 +328,7 @@ class Trainer:
             hardware=asdict(self.device),
             parameters=parameter_counts(self.config.model).total,
             memory=asdict(self.engine.optimizer.memory_report()),
+            **({"changed": as_records(self.changed)} if self.changed else {}),
         )
         for text in self.describe():
             self.console.print(text)
@@ -294,11 +345,12 @@ class Trainer:
             f"{self.config.train.dtype} on {self.device.name}",
             f"memory of rank 0: weights {report.param_bytes / mib:.2f} MiB, gradients "
             f"{report.grad_bytes / mib:.2f} MiB, optimizer {report.state_bytes / mib:.2f} MiB "
-            f"(of all {report.padding_bytes / mib:.3f} MiB padding)",
+            f"(of all {report.padding_bytes / mib:.3f} MiB padding), "
+            f"{report.bytes_per_parameter:.2f} bytes a parameter",
         ]
 
     def _leave(self, code: int, reason: str) -> int:
-        self.console.print(f"{reason} at step {self.step} of {self.config.train.steps}")
+        self.console.print(f"{reason} at step {self.step} of {self.total_steps}")
         self._close(code, reason)
         return code
 

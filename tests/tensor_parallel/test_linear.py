@@ -90,7 +90,14 @@ def build(case: Case, tp) -> ShardedModule:
         layer = ColumnParallelLinear(tp, "layer", shape, shard_dim=case.shard_dim, bias=bias)
     else:
         gated, keep = case.kind == "gated", case.keep_activation
-        layer = RowParallelLinear(tp, "layer", shape, bias=bias, gated=gated, keep_activation=keep)
+        layer = RowParallelLinear(
+            tp,
+            "layer",
+            shape,
+            bias=bias,
+            activation="swiglu" if gated else None,
+            keep_activation=keep,
+        )
     fill(layer)
     layer.weight.requires_grad_(not case.frozen)
     return layer

@@ -1,0 +1,93 @@
+"""Dropout masks as a function of counters: no generator, no state, the same mask at every layout.
+
+The recipe, in unsigned 32-bit words that wrap (`>>` shifts zeros in):
+
+    mix(x):   x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
+    a = mix(mix(mix(low(token) ^ k0) + high(token)) + plane)
+    b = mix(mix(mix(low(token) ^ k1) + high(token)) + plane)
+    c = mix(low(column) ^ k0)
+    x = a ^ c;  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x += b;  x *= 0x846ca68b
+    kept where x, read as two's complement, is at least round(p * 2^32) - 2^31
+
+(k0, k1) is the key of one use of dropout in one step. token and column are 64-bit counters, low
+and high their halves; plane tells apart what has the same token and column (attention heads).
+`mix` is a bijection, so up to 2^32 tokens of one plane never share a row, nor columns a value.
+The multipliers are those of Chris Wellons' lowbias32. Written here in int32 tensors, whose
+products wrap; a kernel in any language gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int]  # two 32-bit words
+
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # as int32
+
+
+class AttentionDropout(NamedTuple):
+    """Dropout of attention weights: probability, key, and where this call's tokens and heads are.
+
+    The mask of weight (query i, key j, head n) has token first_token + i, column first_token + j
+    and plane first_head + n, with i and j counted over the call's tokens.
+    """
+
+    p: float
+    key: Key
+    first_token: int
+    first_head: int
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits of int32 with zeros shifted in."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _mix_(x: Tensor) -> Tensor:
+    x ^= _shift(x, 16)
+    x *= _FIRST
+    x ^= _shift(x, 15)
+    x *= _SECOND
+    x ^= _shift(x, 16)
+    return x
+
+
+def _low(x: Tensor) -> Tensor:
+    """The low halves of int64 as int32 of the same bits."""
+    return x.to(torch.int32)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _row(token: Tensor, plane: Tensor, word: int) -> Tensor:
+    x = _mix_(_low(token) ^ _signed(word))
+    x = _mix_(x + _low(token >> 32))
+    return _mix_(x + _low(plane))
+
+
+def dropout_mask(
+    key: Key, p: float, token: Tensor, column: Tensor, plane: Tensor | None = None
+) -> Tensor:
+    """True where an element is kept, with probability 1 - p: bool, the broadcast of the inputs.
+
+    token, column, plane: int64 tensors that broadcast against each other; plane None is 0.
+    """
+    plane = token.new_zeros(()) if plane is None else plane
+    a, b = (_row(token, plane, word) for word in key)
+    x = a ^ _mix_(_low(column) ^ _signed(key[0]))
+    x ^= _shift(x, 16)
+    x *= _FIRST
+    x ^= _shift(x, 15)
+    x += b
+    x *= _SECOND
+    return x >= round(p * 2**32) - 2**31
+
+
+def dropout(x_TD: Tensor, keep_TD: Tensor, p: float) -> Tensor:
+    """x / (1 - p) where kept, 0 elsewhere; its own gradient too."""
+    return (x_TD * keep_TD).mul_(1 / (1 - p))

@@ -1,0 +1,78 @@
+"""Dropout whose mask is a function of (seed, step, layer, kind, global position, column).
+
+There is no generator and no state: the mask of a token is the same on whichever rank, in whichever
+microbatch and however often it is computed, so layouts agree, recompute repeats it, and a resumed
+run goes on with it. The recipe of the mask is in kernels/reference_dropout.py. A batch without a
+`DropoutAt` (evaluation, generation) drops nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import kernels
+from megalite.tensor_parallel.context import TensorParallel
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DropoutAt:
+    """Where a microbatch stands: the run's seed, the step, and its first token in the step's batch.
+
+    first_token counts tokens over the whole global batch, in the order of its samples.
+    """
+
+    seed: int
+    step: int
+    first_token: int
+
+    def later(self, tokens: int) -> DropoutAt:
+        """The place so many tokens further on."""
+        return replace(self, first_token=self.first_token + tokens)
+
+    def key(self, layer: int, kind: str) -> Key:
+        """Key of one use of dropout: two words of SHA-256 of its name."""
+        name = f"dropout/{self.seed}/{self.step}/{layer}/{kind}"
+        digest = hashlib.sha256(name.encode()).digest()
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+class Dropout:
+    """Dropout of rows [T, D] ([t, D] under sequence parallelism) with probability p.
+
+    layer -1 is the embedding. With tp and without sequence parallelism every rank holds the same
+    tokens and draws the same mask.
+    """
+
+    def __init__(self, tp: TensorParallel, p: float, layer: int, kind: str) -> None:
+        self.tp, self.p, self.layer, self.kind = tp, p, layer, kind
+
+    def __call__(self, x_TD: Tensor, at: DropoutAt | None) -> Tensor:
+        if self.p == 0 or at is None:
+            return x_TD
+        shard = self.tp.axis.rank if self.tp.sequence_parallel else 0
+        first = at.first_token + shard * len(x_TD)
+        token = torch.arange(first, first + len(x_TD), device=x_TD.device)
+        column = torch.arange(x_TD.shape[1], device=x_TD.device)
+        key = at.key(self.layer, self.kind)
+        keep = kernels.dropout_mask(key, self.p, token.unsqueeze(1), column)
+        return _Dropout.apply(x_TD, keep, self.p)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, keep_TD: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(keep_TD)
+        ctx.p = p
+        return kernels.dropout(x_TD, keep_TD, p)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+        (keep_TD,) = ctx.saved_tensors
+        return kernels.dropout(dy_TD, keep_TD, ctx.p), None, None

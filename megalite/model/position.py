@@ -1,0 +1,76 @@
+"""Positions of tokens: tables of rotation angles, or a learned vector for each place.
+
+Shapes: T tokens of a microbatch (this rank's shard t under sequence parallelism), D model, S rows
+of the table, s tokens of a sequence. A token's position is counted from its sequence's start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import kernels
+from megalite.config import ModelConfig
+from megalite.sharding import ShardSpec
+from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+
+
+def rotary_tables(
+    config: ModelConfig, seq_length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq_length, R/2] as the config's positions want them; R = 0 turns nothing."""
+    scaling = None
+    if config.rope_scaling is not None:
+        scaling = kernels.RopeScaling(
+            config.rope_factor,
+            config.rope_low_freq_factor,
+            config.rope_high_freq_factor,
+            config.rope_original_max_position,
+        )
+    return kernels.rope_tables(
+        seq_length, config.rotary_size, config.rope_theta, dtype, device, scaling
+    )
+
+
+class PositionEmbedding(ShardedModule):
+    """x + W[position]; every tp rank holds the whole table [S, D] and adds it to its own tokens.
+
+    Under sequence parallelism the table's gradient is therefore a partial sum over tp.
+    """
+
+    def __init__(
+        self, tp: TensorParallel, max_positions: int, hidden_size: int, seq_length: int
+    ) -> None:
+        super().__init__(tp)
+        assert seq_length <= max_positions, (seq_length, max_positions)
+        spec = ShardSpec(
+            "position.weight", (max_positions, hidden_size), partial=tp.sequence_parallel
+        )
+        self.weight = self.add_parameter("weight", spec)
+
+    def forward(self, x: Tensor, length_tokens: int) -> Tensor:
+        """x: [T, D] or [t, D], of sequences of `length_tokens`."""
+        shard = self.tp.axis.rank if self.tp.sequence_parallel else 0
+        token = torch.arange(shard * len(x), (shard + 1) * len(x), device=x.device)
+        return _AddPosition.apply(x, self.weight, token % length_tokens, self)
+
+
+class _AddPosition(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, position: Tensor, layer: PositionEmbedding
+    ) -> Tensor:
+        ctx.save_for_backward(position)
+        ctx.layer = layer
+        return x + weight[position]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (position,), layer = ctx.saved_tensors, ctx.layer
+        owned = torch.ones_like(position, dtype=torch.bool)
+        layer.tp.grads.add(
+            layer.weight, lambda buffer: kernels.embedding_grad_(buffer, dy, position, owned)
+        )
+        return dy, None, None, None
