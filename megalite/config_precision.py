@@ -26,6 +26,11 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
         )
     if optimizer.moment_dtype == "bfloat16":
         yield from _bf16_moments(optimizer)
+    if config.eval.weights == "ema" and config.optimizer.ema_decay is None:
+        yield (
+            "eval.weights=ema needs an average of the weights, but optimizer.ema_decay is not "
+            "set; set it to for example 0.999, or eval.weights=model"
+        )
     if optimizer.name != "muon":
         for index, group in enumerate(optimizer.groups):
             if group.algorithm is not None:

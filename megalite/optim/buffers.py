@@ -3,11 +3,8 @@
 Parameters are re-pointed into one flat buffer, their main gradients live in another one of the
 same layout, so that a collective or an optimizer kernel sees a few long ranges and not thousands
 of tensors. Buckets lie in reverse use order: backward fills the first bucket first. This module
-only lays memory out; it communicates nothing and updates nothing.
-
-Alignment rule: every parameter starts at a multiple of `ALIGN` elements and every bucket is a
-multiple of `ALIGN * num_shards` long. Then a shard never starts inside a vector register, and an
-element's update cannot depend on where in the buffer it lies: replicas stay bitwise equal.
+only lays memory out; it communicates nothing and updates nothing. Where what lies is decided in
+bucket_plan.py.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed.precision import main_grad_dtype
+from megalite.optim.bucket_plan import BucketPlan, plan_chunk
+from megalite.optim.groups import Rule
 from megalite.sharding import ShardSpec
-
-ALIGN = 16  # elements: one 64-byte cache line of fp32, two of fp64
 
 
 class GradSink(Protocol):
@@ -47,17 +44,6 @@ class Chunk(Protocol):
 
 
 @dataclass(frozen=True)
-class BucketPlan:
-    """Where one bucket lies, in elements of the flat buffer; `items` index the planned sequence."""
-
-    start: int
-    stop: int
-    items: tuple[int, ...]
-    starts: tuple[int, ...]
-    alone: bool  # a tied weight: both stages must cut it alike, so nothing may lie beside it
-
-
-@dataclass(frozen=True)
 class Slot:
     """One parameter's place [start, stop) in the flat buffers, in elements."""
 
@@ -65,6 +51,7 @@ class Slot:
     spec: ShardSpec
     start: int
     stop: int
+    rule: Rule
 
 
 @dataclass(frozen=True)
@@ -75,6 +62,7 @@ class Bucket:
     stop: int
     slots: tuple[Slot, ...]
     shared: bool
+    whole: bool  # each rank's shard is made of whole parameters
 
     def shard_range(self, num_shards: int, index: int) -> tuple[int, int]:
         """The `index`-th of `num_shards` equal parts, in elements of the flat buffer."""
@@ -82,48 +70,12 @@ class Bucket:
         return self.start + index * size, self.start + (index + 1) * size
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def plan_buckets(
-    numels: Sequence[int], alone: Sequence[bool], capacity: int, num_shards: int
-) -> list[BucketPlan]:
-    """Cut a sequence of parameters into buckets of at most `capacity` elements, padding included.
-
-    A parameter larger than `capacity`, and each one marked `alone`, gets a bucket of its own.
-    """
-    buckets: list[BucketPlan] = []
-    items: list[int] = []
-    starts: list[int] = []
-    start = end = 0
-
-    def close(is_alone: bool = False) -> None:
-        nonlocal start, end
-        if items:
-            end = start + _round_up(end - start, ALIGN * num_shards)
-            buckets.append(BucketPlan(start, end, tuple(items), tuple(starts), is_alone))
-            items.clear()
-            starts.clear()
-            start = end
-
-    for item, numel in enumerate(numels):
-        if alone[item] or end + numel - start > capacity:
-            close()
-        items.append(item)
-        starts.append(end)
-        end = _round_up(end + numel, ALIGN)
-        if alone[item]:
-            close(is_alone=True)
-    close()
-    return buckets
-
-
 class ChunkBuffers:
     """The flat buffers of one chunk. Building one re-points the chunk's parameters into it.
 
     `bucket_mb` is MiB of main gradients. `params` and `grads` have equal length and layout;
-    a chunk without parameters has buffers of length 0 and no buckets.
+    a chunk without parameters has buffers of length 0 and no buckets. `rule_of` gives each
+    parameter's rule; those of Muon are spread whole over `num_owners` ranks.
     """
 
     def __init__(
@@ -133,16 +85,21 @@ class ChunkBuffers:
         device: torch.device,
         bucket_mb: float,
         num_shards: int,
+        rule_of: Callable[[ShardSpec], Rule] = lambda spec: Rule(),
+        num_owners: int = 1,
     ) -> None:
         grad_dtype = main_grad_dtype(dtype)
         named = list(reversed(chunk.named_params()))
-        plans = plan_buckets(
+        rules = [rule_of(spec) for _, spec in named]
+        plans = plan_chunk(
             [param.numel() for param, _ in named],
             [spec.shared for _, spec in named],
+            [rule.algorithm == "muon" for rule in rules],
             int(bucket_mb * 2**20) // grad_dtype.itemsize,
             num_shards,
+            num_owners,
         )
-        self.buckets = [_bucket(plan, named) for plan in plans]
+        self.buckets = [_bucket(plan, named, rules) for plan in plans]
         self.numel = plans[-1].stop if plans else 0
         self.num_parameters = sum(param.numel() for param, _ in named)
         self.params = torch.zeros(self.numel, dtype=dtype, device=device)
@@ -165,9 +122,11 @@ class ChunkBuffers:
         sink.bind(param, self.grads[slot.start : slot.stop].view(param.shape))
 
 
-def _bucket(plan: BucketPlan, named: Sequence[tuple[nn.Parameter, ShardSpec]]) -> Bucket:
+def _bucket(
+    plan: BucketPlan, named: Sequence[tuple[nn.Parameter, ShardSpec]], rules: Sequence[Rule]
+) -> Bucket:
     slots = tuple(
-        Slot(named[item][0], named[item][1], start, start + named[item][0].numel())
+        Slot(*named[item], start, start + named[item][0].numel(), rules[item])
         for item, start in zip(plan.items, plan.starts, strict=True)
     )
-    return Bucket(plan.start, plan.stop, slots, plan.alone)
+    return Bucket(plan.start, plan.stop, slots, plan.alone, plan.whole)

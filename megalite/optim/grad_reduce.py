@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis
+from megalite.distributed.rounded import RoundedAllReduce, reduce_scatter_rounded
 from megalite.optim.buffers import Chunk, ChunkBuffers
 
 
@@ -29,13 +30,20 @@ class GradReducer:
 
     `scatter`: reduce-scatter, each rank is left with its own part of each bucket and rubbish in
     the rest; otherwise all-reduce. `overlap` off: everything starts in `wait`, same numbers.
+    `dtype`: what gradients are rounded to on their way; None sends them as they are.
     """
 
     def __init__(
-        self, chunk: Chunk, buffers: ChunkBuffers, axis: Axis, scatter: bool, overlap: bool
+        self,
+        chunk: Chunk,
+        buffers: ChunkBuffers,
+        axis: Axis,
+        scatter: bool,
+        overlap: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._chunk, self._buffers, self._axis = chunk, buffers, axis
-        self._scatter, self._overlap = scatter, overlap
+        self._scatter, self._overlap, self._dtype = scatter, overlap, dtype
         self._bucket_of = {
             id(slot.param): index
             for index, bucket in enumerate(buffers.buckets)
@@ -92,8 +100,12 @@ class GradReducer:
     def _launch_next(self) -> None:
         bucket = self._buffers.buckets[len(self._handles)]
         grads = self._buffers.grads[bucket.start : bucket.stop]
+        self._handles.append(self._reduce(grads))
+
+    def _reduce(self, grads: Tensor) -> Handle:
+        if self._dtype is not None:
+            reduce = reduce_scatter_rounded if self._scatter else RoundedAllReduce
+            return reduce(grads, self._axis, self._dtype)
         if self._scatter:
-            handle = comm.reduce_scatter_into(grads, self._axis, async_op=True)
-        else:
-            handle = comm.all_reduce(grads, self._axis, async_op=True)
-        self._handles.append(handle)
+            return comm.reduce_scatter_into(grads, self._axis, async_op=True)
+        return comm.all_reduce(grads, self._axis, async_op=True)

@@ -1,8 +1,9 @@
 """This rank's part of a chunk's optimizer state, as views: what it updates, counts and saves.
 
-Of every bucket a rank owns one of `num_shards` equal parts (all of it with ZeRO off). For bf16
+Of every bucket a rank owns one of `num_shards` equal parts (all of it with ZeRO off). For 16-bit
 parameters the part has an fp32 master; for fp32 and fp64 the weight *is* the parameter's own
-memory, so no number is stored twice. Moments exist for the owned part only. No communication here.
+memory, so no number is stored twice. Further state exists for the owned part only, by kind:
+AdamW's moments, Muon's momentum, the average of the weights. No communication here.
 """
 
 from __future__ import annotations
@@ -20,18 +21,32 @@ from megalite.sharding import ShardSpec
 
 T = TypeVar("T")
 
+ADAMW_KINDS = ("exp_avg", "exp_avg_sq")
+MUON_KINDS = ("momentum",)
+EMA = "ema"
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """What is kept beside the weights: type of moments (None: the main gradients'), average."""
+
+    moment_dtype: torch.dtype | None = None
+    ema: bool = False
+
 
 @dataclass(frozen=True)
 class Piece:
-    """The owned part of one parameter: [start, stop) of its flat, row-major, tp-local values."""
+    """The owned part of one parameter: [start, stop) of its flat, row-major, tp-local values.
+
+    `states`: 1-D views by kind, as long as `weight`.
+    """
 
     slot: Slot
     start: int
     stop: int
     weight: Tensor
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    states: dict[str, Tensor]
 
     @property
     def spec(self) -> ShardSpec:
@@ -42,7 +57,7 @@ class Piece:
 class BucketShard:
     """The owned part of one bucket: elements [start, stop) of the flat buffers, all 1-D views.
 
-    `param` is in the parameter type; `weight` is the master (bf16) or the very same memory.
+    `param` is in the parameter type; `weight` is the master (16-bit) or the very same memory.
     """
 
     bucket: Bucket
@@ -51,18 +66,20 @@ class BucketShard:
     param: Tensor
     weight: Tensor
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    states: dict[str, Tensor]
 
     def runs(self) -> list[Run]:
-        """The fewest contiguous ranges to update, each with weight decay on or off.
+        """The fewest contiguous ranges for AdamW to update, each with one rule.
 
         Frozen parameters (`requires_grad` off) are in none: decay would move them, too.
         """
+        if self.bucket.whole:
+            return []
+        moments = [self.states[kind] for kind in ADAMW_KINDS]
         return [
-            Run(self.weight[i:j], self.grad[i:j], self.exp_avg[i:j], self.exp_avg_sq[i:j], decay)
-            for i, j, (trained, decay) in self.split(
-                lambda slot: (slot.param.requires_grad, slot.spec.decay)
+            Run(self.weight[i:j], self.grad[i:j], *(moment[i:j] for moment in moments), rule)
+            for i, j, (trained, rule) in self.split(
+                lambda slot: (slot.param.requires_grad, slot.rule)
             )
             if trained
         ]
@@ -93,47 +110,79 @@ class BucketShard:
             low, high = max(slot.start, self.start), min(slot.stop, self.stop)
             if low < high:
                 i, j = low - self.start, high - self.start
-                views = (self.weight, self.grad, self.exp_avg, self.exp_avg_sq)
-                cut = [view[i:j] for view in views]
-                found.append(Piece(slot, low - slot.start, high - slot.start, *cut))
+                states = {kind: state[i:j] for kind, state in self.states.items()}
+                weight, grad = self.weight[i:j], self.grad[i:j]
+                found.append(Piece(slot, low - slot.start, high - slot.start, weight, grad, states))
         return found
 
 
 class ChunkShard:
-    """Owned state of one chunk, bucket by bucket; no `master` where the weight is the param."""
+    """Owned state of one chunk, bucket by bucket; no `master` where the weight is the param.
 
-    def __init__(self, buffers: ChunkBuffers, num_shards: int, index: int) -> None:
+    `states`: all of the chunk's state of a kind, as one tensor.
+    """
+
+    def __init__(
+        self,
+        buffers: ChunkBuffers,
+        num_shards: int,
+        index: int,
+        options: StateOptions = StateOptions(),
+    ) -> None:
+        wide = buffers.grads.dtype
         owned = buffers.numel // num_shards
-        state_dtype, device = buffers.grads.dtype, buffers.grads.device
-        self.exp_avg = torch.zeros(owned, dtype=state_dtype, device=device)
-        self.exp_avg_sq = torch.zeros(owned, dtype=state_dtype, device=device)
+        kinds = [kinds_of(bucket, options) for bucket in buffers.buckets]
+        sizes = [(bucket.stop - bucket.start) // num_shards for bucket in buffers.buckets]
+        device = buffers.grads.device
+        self.states: dict[str, Tensor] = {}
+        for kind in (*ADAMW_KINDS, *MUON_KINDS, EMA):
+            numel = sum(n for n, has in zip(sizes, kinds, strict=True) if kind in has)
+            if numel:
+                dtype = wide if kind == EMA else options.moment_dtype or wide
+                self.states[kind] = torch.zeros(numel, dtype=dtype, device=device)
         self.master: Tensor | None = None
-        if buffers.params.dtype != state_dtype:
-            self.master = torch.zeros(owned, dtype=state_dtype, device=device)
+        if buffers.params.dtype != wide:
+            self.master = torch.zeros(owned, dtype=wide, device=device)
         self.shards: list[BucketShard] = []
-        offset = 0
-        for bucket in buffers.buckets:
-            shard = self._shard(buffers, bucket, bucket.shard_range(num_shards, index), offset)
-            self.shards.append(shard)
-            offset += shard.stop - shard.start
-        self.masters_from_params()
+        ends = dict.fromkeys(("", *self.states), 0)
+        for bucket, has in zip(buffers.buckets, kinds, strict=True):
+            start, stop = bucket.shard_range(num_shards, index)
+            self.shards.append(self._shard(buffers, bucket, (start, stop), has, ends))
+            for kind in ("", *has):
+                ends[kind] += stop - start
+        self.reset_weights()
 
     def _shard(
-        self, buffers: ChunkBuffers, bucket: Bucket, owned: tuple[int, int], offset: int
+        self,
+        buffers: ChunkBuffers,
+        bucket: Bucket,
+        owned: tuple[int, int],
+        kinds: tuple[str, ...],
+        ends: dict[str, int],
     ) -> BucketShard:
+        """One bucket's part, its state from where `ends` says that each kind's is used up."""
         start, stop = owned
+        size = stop - start
         param = buffers.params[start:stop]
-        here = slice(offset, offset + stop - start)
-        weight = param if self.master is None else self.master[here]
-        moments = self.exp_avg[here], self.exp_avg_sq[here]
-        return BucketShard(bucket, start, stop, param, weight, buffers.grads[start:stop], *moments)
+        master = self.master
+        weight = param if master is None else master[ends[""] : ends[""] + size]
+        states = {kind: self.states[kind][ends[kind] : ends[kind] + size] for kind in kinds}
+        return BucketShard(bucket, start, stop, param, weight, buffers.grads[start:stop], states)
 
     @torch.no_grad()
-    def masters_from_params(self) -> None:
-        """Set every master to its parameter's value (nothing to do without masters)."""
+    def reset_weights(self) -> None:
+        """Set masters and averages to the parameters' values."""
         if self.master is not None:
             for shard in self.shards:
                 shard.weight.copy_(shard.param)
+        self.reset_averages()
+
+    @torch.no_grad()
+    def reset_averages(self) -> None:
+        """Set averages to the weights."""
+        for shard in self.shards:
+            if EMA in shard.states:
+                shard.states[EMA].copy_(shard.weight)
 
     @torch.no_grad()
     def params_from_masters(self) -> None:
@@ -141,3 +190,9 @@ class ChunkShard:
         if self.master is not None:
             for shard in self.shards:
                 shard.param.copy_(shard.weight)
+
+
+def kinds_of(bucket: Bucket, options: StateOptions) -> tuple[str, ...]:
+    """The kinds of state that a bucket's parameters have."""
+    kinds = MUON_KINDS if bucket.whole else ADAMW_KINDS
+    return (*kinds, EMA) if options.ema else kinds

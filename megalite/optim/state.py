@@ -1,7 +1,8 @@
 """What the optimizer hands to checkpoints, and what it counts in memory. Reads and writes no files.
 
-State kinds, the first part of a state's name: `param` (the weight: fp32 master for bf16
-parameters, else the parameter itself), `exp_avg`, `exp_avg_sq`. The second part is `spec.name`.
+State kinds, the first part of a state's name: `param` (the weight: fp32 master for 16-bit
+parameters, else the parameter itself), then `exp_avg` and `exp_avg_sq` (AdamW) or `momentum`
+(Muon), and `ema`. The second part is `spec.name`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from torch import Tensor
 
 from megalite.distributed.mesh import Mesh
 from megalite.optim.buffers import ChunkBuffers
-from megalite.optim.shard import ChunkShard, Piece
+from megalite.optim.shard import ADAMW_KINDS, EMA, MUON_KINDS, ChunkShard, Piece
 from megalite.sharding import ShardSpec
-
-STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def state_tensors(pieces: Iterable[Piece], mesh: Mesh, zero: int) -> list[StateT
         StateTensor(f"{kind}/{p.spec.name}", p.spec, p.start, p.stop, tensor, owner)
         for p in pieces
         for owner in [owns(p.spec, mesh, zero)]
-        for kind, tensor in zip(STATE_KINDS, (p.weight, p.exp_avg, p.exp_avg_sq), strict=True)
+        for kind, tensor in {"param": p.weight, **p.states}.items()
     ]
 
 
@@ -56,8 +55,10 @@ def state_tensors(pieces: Iterable[Piece], mesh: Mesh, zero: int) -> list[StateT
 class MemoryReport:
     """Bytes of this rank's weights, gradients and optimizer state, counted from real tensors.
 
-    In bf16 with ZeRO-1 over D ranks, `total_bytes` is (6 + 12 / D) bytes times
-    (`num_parameters` + `num_padding`); `num_*` are elements of this rank's chunks.
+    With 16-bit parameters and ZeRO-1 over D ranks, `total_bytes` is `bytes_per_parameter`, 6 +
+    12 / D, times (`num_parameters` + `num_padding`). bf16 moments make it 6 + 8 / D, an average of
+    the weights adds 4 / D, a matrix that Muon updates takes 4 / D less (2 / D less in bf16).
+    `num_*` are elements of this rank's chunks.
     """
 
     num_parameters: int
@@ -67,15 +68,24 @@ class MemoryReport:
     master_bytes: int
     exp_avg_bytes: int
     exp_avg_sq_bytes: int
+    momentum_bytes: int = 0
+    ema_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Masters and moments: what ZeRO shards."""
-        return self.master_bytes + self.exp_avg_bytes + self.exp_avg_sq_bytes
+        """Masters, moments and averages: what ZeRO shards."""
+        moments = self.exp_avg_bytes + self.exp_avg_sq_bytes + self.momentum_bytes
+        return self.master_bytes + moments + self.ema_bytes
 
     @property
     def total_bytes(self) -> int:
         return self.param_bytes + self.grad_bytes + self.state_bytes
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of this rank for each element of its chunks, padding included."""
+        numel = self.num_parameters + self.num_padding
+        return self.total_bytes / numel if numel else 0.0
 
     @property
     def padding_bytes(self) -> float:
@@ -93,8 +103,10 @@ def memory_report(buffers: list[ChunkBuffers], shards: list[ChunkShard]) -> Memo
         param_bytes=_storage_bytes(b.params for b in buffers),
         grad_bytes=_storage_bytes(b.grads for b in buffers),
         master_bytes=_storage_bytes(masters),
-        exp_avg_bytes=_storage_bytes(s.exp_avg for s in shards),
-        exp_avg_sq_bytes=_storage_bytes(s.exp_avg_sq for s in shards),
+        **{
+            f"{kind}_bytes": _storage_bytes(s.states[kind] for s in shards if kind in s.states)
+            for kind in (*ADAMW_KINDS, *MUON_KINDS, EMA)
+        },
     )
 
 

@@ -1,10 +1,11 @@
-"""The distributed optimizer: AdamW with gradients reduced, and state sharded, over dp_cp (ZeRO-1).
+"""The distributed optimizer: gradients reduced, and state sharded, over dp_cp (ZeRO-1).
 
 Reading order: buffers (memory), shard (what this rank owns), grad_reduce, param_gather, norm,
-adamw, then `DistributedOptimizer.step` here, which is the order of everything after backward:
+adamw, muon, then `DistributedOptimizer.step` here, the order of everything after backward:
 
     dp reduction -> sum over tp of partial gradients -> sum of tied weights over embedding
-    -> global norm -> non-finite policy -> clip -> AdamW -> masters to parameters -> gather
+    -> global norm -> non-finite policy -> unscale and clip -> AdamW, Muon -> average
+    -> masters to parameters -> gather
 
 Everything after the dp reduction touches only this rank's part. `zero=0` is the same code with
 one shard, all-reduce in place of reduce-scatter, and no gather. It decides no learning rate.
@@ -12,7 +13,8 @@ one shard, all-reduce in place of reduce-scatter, and no gather. It decides no l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,12 +24,17 @@ from torch import Tensor
 from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis, Mesh
+from megalite.distributed.precision import DTYPES
 from megalite.optim.adamw import adamw_update
 from megalite.optim.buffers import Chunk, ChunkBuffers
 from megalite.optim.grad_reduce import GradReducer
-from megalite.optim.norm import GradNorm, NonFiniteGradientError, clip_coefficient, global_norm
+from megalite.optim.groups import require_matches, rule_of
+from megalite.optim.loss_scale import LossScaler
+from megalite.optim.muon import muon_update
+from megalite.optim.non_finite import SkipPolicy
+from megalite.optim.norm import clip_coefficient, global_norm
 from megalite.optim.param_gather import ParamGather
-from megalite.optim.shard import ChunkShard, Piece
+from megalite.optim.shard import EMA, ChunkShard, StateOptions
 from megalite.optim.state import MemoryReport, StateTensor, memory_report, owns, state_tensors
 
 
@@ -40,6 +47,8 @@ class StepResult:
     skipped: bool
     num_bad_ranks: int  # ranks with inf or nan among their gradients
     num_updates: int  # updates applied so far: AdamW's t
+    num_skipped: int = 0  # steps skipped so far
+    loss_scale: float = 1.0  # of this step's gradients
 
 
 class DistributedOptimizer:
@@ -61,14 +70,26 @@ class DistributedOptimizer:
         self._mesh, self._config, self._device = mesh, config, device
         names = [spec.name for chunk in chunks for _, spec in chunk.named_params()]
         assert len(set(names)) == len(names), "a parameter is on this rank twice"
+        require_matches(config.groups, names, mesh.world, device)
         axis, sharded = mesh.dp_cp, config.zero == 1
-        self._buffers = [
-            ChunkBuffers(chunk, dtype, device, config.bucket_mb, axis.size) for chunk in chunks
-        ]
         owned = (axis.size, axis.rank) if sharded else (1, 0)
-        self._shards = [ChunkShard(buffers, *owned) for buffers in self._buffers]
+        self._buffers = [
+            ChunkBuffers(
+                chunk,
+                dtype,
+                device,
+                config.bucket_mb,
+                axis.size,
+                partial(rule_of, config=config),
+                num_owners=owned[0],
+            )
+            for chunk in chunks
+        ]
+        options = StateOptions(_narrow(config.moment_dtype), config.ema_decay is not None)
+        self._shards = [ChunkShard(buffers, *owned, options) for buffers in self._buffers]
+        sent_as = _narrow(config.grad_reduce_dtype)
         self._reducers = [
-            GradReducer(chunk, buffers, axis, sharded, config.overlap_grad_reduce)
+            GradReducer(chunk, buffers, axis, sharded, config.overlap_grad_reduce, sent_as)
             for chunk, buffers in zip(chunks, self._buffers, strict=True)
         ]
         self._gathers = [
@@ -81,7 +102,8 @@ class DistributedOptimizer:
         self._counted, self._uncounted = self._split_counted()
         self._step_tensor = torch.zeros((), dtype=torch.float32, device=device)
         self._num_updates = 0
-        self._num_skips = 0  # in a row
+        self._scaler = LossScaler(config, enabled=dtype == torch.float16)
+        self._skips = SkipPolicy(config, self._scaler)
         for index, chunk in enumerate(chunks):
             chunk.before = partial(self.wait_section, index)
 
@@ -89,6 +111,11 @@ class DistributedOptimizer:
     def num_updates(self) -> int:
         """Updates applied so far; skipped steps do not count."""
         return self._num_updates
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss's gradient is to be multiplied by before the next backward."""
+        return self._scaler.scale
 
     def begin_step(self) -> None:
         """Zero all gradients."""
@@ -103,8 +130,8 @@ class DistributedOptimizer:
         """All contributions of the chunk are in: start the reductions that have not started."""
         self._reducers[chunk_index].finish()
 
-    def step(self, lr: float) -> StepResult:
-        """Reduce, clip and apply one update with rate `lr`.
+    def step(self, lr: float, *, hold: bool = False) -> StepResult:
+        """Reduce, unscale, clip and apply one update with rate `lr`; `hold` leaves the last out.
 
         Raises NonFiniteGradientError, on every rank alike and with all state untouched, when
         gradients are not finite and `non_finite` is "stop", or "skip" skipped `max_skips` already.
@@ -115,13 +142,31 @@ class DistributedOptimizer:
         self._sum_partial()
         self._sum_tied()
         norm = global_norm(self._counted, self._uncounted, self._mesh.world, self._device)
+        scale, policy = self._scaler.scale, self._skips
         if not norm.finite:
-            self._skip_or_stop(norm)
-            return StepResult(norm.value, 1.0, True, norm.num_bad_ranks, self._num_updates)
-        self._num_skips = 0
-        coefficient = clip_coefficient(norm.value, self._config.clip_grad)
-        self._update(lr, coefficient)
-        return StepResult(norm.value, coefficient, False, 0, self._num_updates)
+            policy.skip_or_stop(norm, self._num_updates, self._pieces)
+            return StepResult(
+                grad_norm=norm.value,
+                clip_coefficient=1.0,
+                skipped=True,
+                num_bad_ranks=norm.num_bad_ranks,
+                num_updates=self._num_updates,
+                num_skipped=policy.num_skipped,
+                loss_scale=scale,
+            )
+        policy.good_step()
+        coefficient = clip_coefficient(norm.value / scale, self._config.clip_grad)
+        if not hold:
+            self._update(lr, coefficient / scale)
+        return StepResult(
+            grad_norm=norm.value / scale,
+            clip_coefficient=coefficient,
+            skipped=hold,
+            num_bad_ranks=0,
+            num_updates=self._num_updates,
+            num_skipped=policy.num_skipped,
+            loss_scale=scale,
+        )
 
     def wait_section(self, chunk_index: int, section: int) -> None:
         """Wait until the parameters of one section of a chunk hold the last update."""
@@ -154,26 +199,58 @@ class DistributedOptimizer:
             for p in self._pieces
         ]
 
-    def scalars(self) -> dict[str, int]:
+    def scalars(self) -> dict[str, float]:
         """State that is not a tensor, the same on every rank."""
-        return {"num_updates": self._num_updates, "num_skips": self._num_skips}
+        return {"num_updates": self._num_updates, **self._skips.state(), **self._scaler.state()}
 
-    def load_scalars(self, scalars: dict[str, int]) -> None:
+    def load_scalars(self, scalars: dict[str, float]) -> None:
         """Restore what `scalars` gave."""
-        self._num_updates, self._num_skips = scalars["num_updates"], scalars["num_skips"]
+        self._num_updates = int(scalars["num_updates"])
+        self._skips.load(scalars)
+        self._scaler.load(scalars)
 
     def after_load(self) -> None:
         """Bring parameters in line after state was copied into the `named_state` views."""
         self._publish(wait=True)
 
     def sync_masters_from_params(self) -> None:
-        """Bring masters in line after parameters were written directly (weights-only load).
+        """Bring masters and averages in line after parameters were written directly.
 
         Every rank must have written all of its parameters, after `wait_params`.
         """
         self.wait_params()
         for shard in self._shards:
-            shard.masters_from_params()
+            shard.reset_weights()
+
+    def after_weights_load(self) -> None:
+        """Bring parameters and averages in line after only the `param` states were loaded."""
+        for shard in self._shards:
+            shard.reset_averages()
+        self._publish(wait=True)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The average of the weights in place of the weights, for forwards inside the block.
+
+        Needs `ema_decay`. Afterwards parameters are the same bits as before.
+        """
+        self.wait_params()
+        shards = self._bucket_shards
+        # Masters have the weights already; without them the owned part is set aside.
+        kept = [None if s.weight is not s.param else s.param.clone() for s in shards]
+        self._put([shard.states[EMA] for shard in shards])
+        try:
+            yield
+        finally:
+            pairs = zip(shards, kept, strict=True)
+            self._put([shard.weight if own is None else own for shard, own in pairs])
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        """Write every bucket's owned part of the parameters and bring it to all ranks."""
+        for shard, value in zip(self._bucket_shards, values, strict=True):
+            shard.param.copy_(value)
+        self._gather(wait=True)
 
     def memory_report(self) -> MemoryReport:
         """Bytes of this rank's parameters, gradients and state, counted from the tensors."""
@@ -203,38 +280,37 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def _update(self, lr: float, coefficient: float) -> None:
-        if coefficient < 1.0:
+        """Multiply gradients by `coefficient` and apply them."""
+        if coefficient != 1.0:
             for shard in self._bucket_shards:
                 shard.grad.mul_(coefficient)
         self._num_updates += 1
         self._step_tensor.fill_(self._num_updates)
         adamw_update(self._runs, self._config, lr, self._step_tensor)
+        muon_update(self._bucket_shards, self._mesh.tp, self._config, lr)
+        if self._config.ema_decay is not None:
+            for shard in self._bucket_shards:
+                shard.states[EMA].lerp_(shard.weight, 1.0 - self._config.ema_decay)
         self._publish(wait=not self._config.overlap_param_gather)
 
     def _publish(self, wait: bool) -> None:
         """Masters to parameters, then every rank's part to every rank."""
         for shard in self._shards:
             shard.params_from_masters()
+        self._gather(wait)
+
+    def _gather(self, wait: bool) -> None:
+        """Every rank's part of the parameters to every rank."""
         if self._config.zero == 1:
             for gather in self._gathers:
                 gather.launch()
             if wait:
                 self.wait_params()
 
-    def _skip_or_stop(self, norm: GradNorm) -> None:
-        skipping = self._config.non_finite == "skip"
-        if skipping and self._num_skips < self._config.max_skips:
-            self._num_skips += 1
-            return
-        names = _non_finite_names(self._pieces)
-        raise NonFiniteGradientError(
-            f"gradients of update {self._num_updates + 1} are not finite: norm {norm.value}, on "
-            f"{norm.num_bad_ranks} ranks (here: {', '.join(names) or 'none'})"
-            + (f", after {self._num_skips} skipped steps in a row" if skipping else "")
-            + "; weights and optimizer state are as before this update. Lower optimizer.lr, check "
-            + "the data, or "
-            + ("raise optimizer.max_skips" if skipping else 'set optimizer.non_finite = "skip"')
-        )
+
+def _narrow(name: str) -> torch.dtype | None:
+    """The type of a setting that says "float32" for as wide as main gradients are: then None."""
+    return None if name == "float32" else DTYPES[name]
 
 
 def _packed_all_reduce(tensors: Sequence[Tensor], axis: Axis) -> None:
@@ -246,9 +322,3 @@ def _packed_all_reduce(tensors: Sequence[Tensor], axis: Axis) -> None:
     totals = torch.split(packed, [tensor.numel() for tensor in tensors])
     for tensor, total in zip(tensors, totals, strict=True):
         tensor.copy_(total)
-
-
-def _non_finite_names(pieces: Sequence[Piece], limit: int = 4) -> list[str]:
-    """Names of the first parameters whose owned gradients are not finite."""
-    bad = [piece.spec.name for piece in pieces if not bool(torch.isfinite(piece.grad).all())]
-    return bad[:limit]

@@ -38,7 +38,10 @@ class Callbacks:
 
 
 class Pass:
-    """Runs a program once; `train` keeps what its backwards need."""
+    """Runs a program once; `train` keeps what its backwards need.
+
+    `loss_scale`: the gradient that backward starts from, at the loss.
+    """
 
     def __init__(
         self,
@@ -50,13 +53,14 @@ class Pass:
         callbacks: Callbacks,
         *,
         train: bool,
+        loss_scale: float = 1.0,
     ) -> None:
         self.program = program
         self.pp_rank = pp_rank
         self.channels = channels
         self.boundary = boundary
         self.callbacks = callbacks
-        self.train = train
+        self.train, self.loss_scale = train, loss_scale
         self.actions = program.ranks[pp_rank]
         self.index = 0
         self.peak_live = 0  # most (stage, microbatch) pairs held between F and W
@@ -194,10 +198,10 @@ class Pass:
         return self.channels.wait(self._received.pop(Action("RF", stage, mb)))
 
     def _take_output_grad(self, action: Action) -> Tensor:
-        """Ones (the loss), the gradient of the chunk behind on this rank, or a message."""
+        """The loss scale (at the loss), the gradient of the chunk behind on this rank, or a message."""
         stage, mb = action.stage, action.mb
         if stage == self._last_stage:
-            return torch.ones_like(self._losses[mb])
+            return torch.full_like(self._losses[mb], self.loss_scale)
         if self.program.place[stage + 1] == self.pp_rank:
             return self._input_grads.pop((stage + 1, mb))
         return self.channels.wait(self._received.pop(Action("RB", stage, mb)))

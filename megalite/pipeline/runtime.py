@@ -71,17 +71,22 @@ class PipelineRuntime:
         agree(mesh, boundary, self._program)
         self._channels.open(edges_of(schedule))
 
-    def run(self, micro_batches: Sequence[Any], *, trace: bool = False) -> list[Tensor]:
+    def run(
+        self, micro_batches: Sequence[Any], *, loss_scale: float = 1.0, trace: bool = False
+    ) -> list[Tensor]:
         """Forward and backward of one step. Returns the detached loss share of each microbatch on
-        the rank of the last stage, [] on the others. `trace` fills `self.trace`. An error carries
-        the program around the action it met as a note; messages may then be left in the channels,
-        so with several pipeline ranks the processes must end.
+        the rank of the last stage, [] on the others; gradients are those of the loss times
+        `loss_scale`, the loss is not scaled. `trace` fills `self.trace`. An error carries the
+        program around the action it met as a note; messages may then be left in the channels, so
+        with several pipeline ranks the processes must end.
         """
         if len(micro_batches) != self.schedule.m:
             raise ConfigError(
                 f"the schedule has {self.schedule.m} microbatches, got {len(micro_batches)}"
             )
-        return self._run(self._program, micro_batches, train=True, trace=trace)
+        return self._run(
+            self._program, micro_batches, train=True, loss_scale=loss_scale, trace=trace
+        )
 
     def run_forward(self, micro_batches: Sequence[Any], *, trace: bool = False) -> list[Tensor]:
         """Forwards only, without gradients, for any number >= 1 of microbatches; returns as `run`.
@@ -98,7 +103,13 @@ class PipelineRuntime:
         return "pipeline: not running" if current is None else current.where()
 
     def _run(
-        self, program: Schedule, micro_batches: Sequence[Any], *, train: bool, trace: bool
+        self,
+        program: Schedule,
+        micro_batches: Sequence[Any],
+        *,
+        train: bool,
+        loss_scale: float = 1.0,
+        trace: bool,
     ) -> list[Tensor]:
         current = self._pass = Pass(
             program,
@@ -108,6 +119,7 @@ class PipelineRuntime:
             self._boundary,
             self._callbacks,
             train=train,
+            loss_scale=loss_scale,
         )
         losses = current.run(micro_batches, trace=trace)
         self._pass = None

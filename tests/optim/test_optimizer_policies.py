@@ -10,7 +10,7 @@ import torch
 
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
-from megalite.optim.buffers import ALIGN
+from megalite.optim.bucket_plan import ALIGN
 from megalite.optim.zero1 import DistributedOptimizer
 from megalite.topology import Topology
 from tests.optim.synthetic import SyntheticChunk, accumulate, layer_specs, make, train

@@ -1,0 +1,62 @@
+"""Dynamic loss scaling for float16: how much gradients are magnified, and when that changes.
+
+Small gradients vanish in float16, so the loss's gradient is multiplied by a scale before backward
+and the weights' gradients divided by it afterwards (Micikevicius et al., "Mixed Precision
+Training"). A step whose gradients are not finite is skipped; after `hysteresis` such steps the
+scale backs off. After `interval` good steps in a row it grows again, and hysteresis starts anew.
+Every rank decides from the global norm, so all ranks have the same scale. Touches no tensors.
+"""
+
+from __future__ import annotations
+
+from megalite.config import OptimizerConfig
+
+_MAX_SCALE = 2.0**64  # magnified gradients are summed in fp32, whose largest value is 2^128
+
+
+class LossScaler:
+    """The scale, and the two counters that decide when it moves. Off: scale 1 for ever."""
+
+    def __init__(self, config: OptimizerConfig, enabled: bool) -> None:
+        self._config, self.enabled = config, enabled
+        self.scale = config.loss_scale if enabled else 1.0
+        self._good_steps = 0  # in a row
+        self._hysteresis = config.loss_scale_hysteresis  # bad steps left before backing off
+
+    def good_step(self) -> None:
+        """Gradients were finite."""
+        if not self.enabled:
+            return
+        self._good_steps += 1
+        if self._good_steps == self._config.loss_scale_interval:
+            self._good_steps = 0
+            self._hysteresis = self._config.loss_scale_hysteresis
+            self.scale = min(self.scale / self._config.loss_scale_backoff, _MAX_SCALE)
+
+    def bad_step(self) -> bool:
+        """Gradients were not finite; whether a smaller scale may be the answer to that."""
+        if not self.enabled or self.scale <= self._config.loss_scale_min:
+            return False
+        self._good_steps = 0
+        self._hysteresis -= 1
+        if self._hysteresis <= 0:
+            smaller = self.scale * self._config.loss_scale_backoff
+            self.scale = max(smaller, self._config.loss_scale_min)
+        return True
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs; empty when off."""
+        if not self.enabled:
+            return {}
+        return {
+            "loss_scale": self.scale,
+            "loss_scale_good_steps": self._good_steps,
+            "loss_scale_hysteresis": self._hysteresis,
+        }
+
+    def load(self, state: dict[str, float]) -> None:
+        """Restore what `state` gave."""
+        if self.enabled:
+            self.scale = state["loss_scale"]
+            self._good_steps = int(state["loss_scale_good_steps"])
+            self._hysteresis = int(state["loss_scale_hysteresis"])

@@ -1,0 +1,188 @@
+"""Muon: momentum, orthogonalised, for hidden matrices (K. Jordan et al., 2024).
+
+For a matrix W [r, c] with gradient G and momentum M, at rate lr:
+
+    M <- mu * M + (1 - mu) * G            U = mu * M + (1 - mu) * G  (Nesterov), else M
+    W <- W * (1 - lr * weight_decay) - lr * scale(r, c) * orthogonalise(U)
+
+`orthogonalise` is a quintic Newton-Schulz iteration that moves all singular values near 1. `scale`
+is 0.2 * sqrt(max(r, c)), which gives updates the size of AdamW's, so that both share one rate and
+one decay ("Muon is Scalable for LLM Training", arXiv 2502.16982), or sqrt(max(1, r / c)) (Jordan).
+
+Which matrices a weight is made of is `spec.matrices`, in global terms: a packed projection is
+taken apart into query, key and value, or gate and up. The matrix is always the whole one: under
+tensor parallelism its shards are brought to one tp rank, each to the one with the least to do, and
+the result is sent back. Over dp_cp a bucket is spread so that each rank owns whole (tp-local)
+matrices, so nothing is sent for that. No layout changes what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite import kernels
+from megalite.config import OptimizerConfig
+from megalite.distributed.exchange import exchange
+from megalite.distributed.mesh import Axis
+from megalite.optim.bucket_plan import assign
+from megalite.optim.shard import BucketShard, Piece
+
+# Jordan's coefficients: steep at 0, so that five steps lift small singular values, at the price of
+# leaving them between 0.7 and 1.2.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One matrix of one weight: this tp rank's part, a view of the direction to take."""
+
+    local: Tensor
+    shard_dim: int | None
+    num_parts: int  # tp parts that make up the matrix: 1 where every tp rank holds all of it
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole matrix."""
+        columns = self.local.shape[-1]
+        if self.shard_dim == self.local.dim() - 1:
+            columns *= self.num_parts
+        return self.local.numel() * self.num_parts // columns, columns
+
+    @property
+    def cost(self) -> int:
+        """What orthogonalising it costs, up to a factor: rows x columns x the smaller of both."""
+        rows, columns = self.shape
+        return rows * columns * min(rows, columns)
+
+    def join(self, parts: Tensor) -> Tensor:
+        """All tp ranks' parts, [num_parts, elements], as the matrix [rows, columns]."""
+        shaped = parts.view(self.num_parts, *self.local.shape)
+        whole = shaped[0] if self.shard_dim is None else torch.cat([*shaped], self.shard_dim)
+        return whole.reshape(self.shape)
+
+    def part(self, matrix: Tensor) -> Tensor:
+        """The reverse of `join`: [num_parts, elements]."""
+        if self.shard_dim is None:
+            return matrix.reshape(1, -1)
+        sizes = list(self.local.shape)
+        sizes[self.shard_dim] *= self.num_parts
+        parts = matrix.view(sizes).chunk(self.num_parts, self.shard_dim)
+        return torch.stack([part.reshape(-1) for part in parts])
+
+
+@torch.no_grad()
+def muon_update(
+    shards: Sequence[BucketShard], tp: Axis, config: OptimizerConfig, lr: float
+) -> None:
+    """Update the matrices of all whole buckets in place; all ranks of a tp group call it alike."""
+    for shard in shards:
+        if shard.bucket.whole:
+            pieces = [piece for piece in shard.pieces() if piece.slot.param.requires_grad]
+            directions = [_direction(piece, config) for piece in pieces]
+            blocks = [
+                block
+                for piece, direction in zip(pieces, directions, strict=True)
+                for block in blocks_of(piece, direction, tp.size)
+            ]
+            _orthogonalise_all(blocks, tp, config)
+            for piece, direction in zip(pieces, directions, strict=True):
+                rule = piece.slot.rule
+                rate = lr * rule.lr_scale
+                piece.weight.mul_(1 - rate * rule.weight_decay).sub_(direction, alpha=rate)
+
+
+def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Newton-Schulz: singular values near 1, singular vectors kept; computed in `dtype`.
+
+    x <- a x + (b A + c A^2) x with A = x x^T, from x = matrix / |matrix|, on the smaller side.
+    """
+    a, b, c = _COEFFICIENTS
+    rows, columns = matrix.shape
+    x = matrix.t() if rows > columns else matrix
+    norm = torch.linalg.vector_norm(x).clamp_min(torch.finfo(matrix.dtype).tiny)
+    x = (x / norm).to(dtype)
+    for _ in range(steps):
+        gram = kernels.linear(x, x)
+        slope = b * gram + c * kernels.linear(gram, gram)  # gram is symmetric
+        x = a * x + kernels.linear_input_grad(slope, x)
+    x = x.to(matrix.dtype)
+    return x.t() if rows > columns else x
+
+
+def update_scale(rows: int, columns: int, rule: str) -> float:
+    """Factor of an orthogonalised update: "adamw_rms" or "spectral" (see the module's text)."""
+    if rule == "adamw_rms":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def blocks_of(piece: Piece, direction: Tensor, tp_size: int) -> list[Block]:
+    """The matrices of one weight, as views of its flat, tp-local `direction`."""
+    spec, cut = piece.spec, piece.spec.matrices
+    assert cut is not None, f"{spec.name} is no hidden matrix"
+    local = direction.view(spec.local_shape(tp_size))
+    parts = local.split(list(cut.sizes), cut.dim) if cut.sizes else (local,)
+    num_parts = 1 if spec.shard_dim is None else tp_size
+    return [Block(part, spec.shard_dim, num_parts) for part in parts]
+
+
+def _direction(piece: Piece, config: OptimizerConfig) -> Tensor:
+    """Move the momentum and return what is to be orthogonalised, a new tensor."""
+    assert (piece.start, piece.stop) == (0, piece.slot.param.numel()), "a matrix was cut"
+    stored, weight = piece.states["momentum"], 1 - config.muon_momentum
+    momentum = stored.to(piece.grad.dtype).lerp_(piece.grad, weight)
+    if momentum is not stored:
+        stored.copy_(momentum)
+    if config.muon_nesterov:
+        return torch.lerp(momentum, piece.grad, weight)
+    return momentum.clone() if momentum is stored else momentum
+
+
+def _orthogonalise_all(blocks: Sequence[Block], tp: Axis, config: OptimizerConfig) -> None:
+    """Replace every block by its part of the scaled, orthogonalised matrix.
+
+    A matrix that tp cuts is computed on one tp rank; one that all hold, on all of them alike.
+    """
+    cut = [block for block in blocks if block.num_parts > 1]
+    for block in blocks:
+        if block.num_parts == 1:
+            _store(block, block.part(_solve(block, block.local.reshape(1, -1), config))[0])
+    if not cut:
+        return
+    owner_of = assign([block.cost for block in cut], tp.size)
+    by_owner = [
+        [block for block, owner in zip(cut, owner_of, strict=True) if owner == rank]
+        for rank in range(tp.size)
+    ]
+    sizes = [sum(block.local.numel() for block in mine) for mine in by_owner]
+    mine = by_owner[tp.rank]
+    there = torch.cat([block.local.reshape(-1) for owned in by_owner for block in owned])
+    received = exchange(there, tp, sizes, [sizes[tp.rank]] * tp.size).view(tp.size, -1)
+    shards = received.split([block.local.numel() for block in mine], dim=1)
+    solved = [
+        block.part(_solve(block, shard, config)) for block, shard in zip(mine, shards, strict=True)
+    ]
+    back = torch.cat(solved, dim=1).view(-1) if solved else there.new_empty(0)
+    results = exchange(back, tp, [sizes[tp.rank]] * tp.size, sizes)
+    in_order = [block for owned in by_owner for block in owned]
+    values = results.split([block.local.numel() for block in in_order])
+    for block, value in zip(in_order, values, strict=True):
+        _store(block, value)
+
+
+def _solve(block: Block, parts: Tensor, config: OptimizerConfig) -> Tensor:
+    """The scaled, orthogonalised matrix of a block from all its parts."""
+    matrix = block.join(parts)
+    narrow = config.muon_dtype == "bfloat16" and matrix.dtype == torch.float32
+    dtype = torch.bfloat16 if narrow else matrix.dtype
+    solution = orthogonalise(matrix, config.muon_steps, dtype)
+    return solution.mul_(update_scale(*block.shape, config.muon_scale)).contiguous()
+
+
+def _store(block: Block, values: Tensor) -> None:
+    block.local.copy_(values.view(block.local.shape))

@@ -1,0 +1,71 @@
+"""What happens to a step whose gradients are not finite: skipped, counted, or the end of the run.
+
+In float16 a smaller loss scale is the first answer; only where it cannot get smaller do the
+settings `non_finite` and `max_skips` decide, as they do in every other type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megalite.config import OptimizerConfig
+from megalite.optim.loss_scale import LossScaler
+from megalite.optim.norm import GradNorm, NonFiniteGradientError
+from megalite.optim.shard import Piece
+
+_NAMED = 4
+
+
+class SkipPolicy:
+    """Decides, and counts: `num_skips` in a row by the settings, `num_skipped` in all."""
+
+    def __init__(self, config: OptimizerConfig, scaler: LossScaler) -> None:
+        self._config, self._scaler = config, scaler
+        self.num_skips = 0
+        self.num_skipped = 0
+
+    def good_step(self) -> None:
+        """Gradients were finite."""
+        self.num_skips = 0
+        self._scaler.good_step()
+
+    def skip_or_stop(self, norm: GradNorm, num_updates: int, pieces: Sequence[Piece]) -> None:
+        """Count a skipped step, or raise NonFiniteGradientError naming where it went wrong.
+
+        `num_updates`: updates applied before this one.
+        """
+        if self._scaler.bad_step():
+            self.num_skipped += 1
+            return
+        skipping = self._config.non_finite == "skip"
+        if skipping and self.num_skips < self._config.max_skips:
+            self.num_skips += 1
+            self.num_skipped += 1
+            return
+        names = ", ".join(_non_finite_names(pieces)) or "none"
+        scaler = self._scaler
+        raise NonFiniteGradientError(
+            f"gradients of update {num_updates + 1} are not finite: norm {norm.value}, on "
+            f"{norm.num_bad_ranks} ranks (here: {names})"
+            + (f", at the smallest loss scale {scaler.scale:g}" if scaler.enabled else "")
+            + (f", after {self.num_skips} skipped steps in a row" if skipping else "")
+            + "; weights and optimizer state are as before this update. Lower optimizer.lr, check "
+            + "the data, or "
+            + ("raise optimizer.max_skips" if skipping else 'set optimizer.non_finite = "skip"')
+        )
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"num_skips": self.num_skips, "num_skipped": self.num_skipped}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Restore what `state` gave."""
+        self.num_skips, self.num_skipped = int(state["num_skips"]), int(state["num_skipped"])
+
+
+def _non_finite_names(pieces: Sequence[Piece]) -> list[str]:
+    """Names of the first parameters whose owned gradients are not finite."""
+    bad = [piece.spec.name for piece in pieces if not bool(torch.isfinite(piece.grad).all())]
+    return bad[:_NAMED]

@@ -1,0 +1,61 @@
+"""Start a run from another run's weights: no moments, no step, no data position.
+
+What is loaded are the weights as they are saved, fp32 masters where the other run had them; this
+run's masters, averages and parameters all follow, so that its first step starts from them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megalite.checkpoint.find import Checkpoint, find_latest, open_checkpoint
+from megalite.checkpoint.load import load
+from megalite.distributed import comm
+from megalite.distributed.mesh import Mesh
+from megalite.errors import CheckpointError
+from megalite.train.engine import Engine
+from megalite.train.state import named_pieces, ranks_of
+
+_KIND = "param/"
+_NAMED = 5
+
+
+def load_weights(engine: Engine, source: Path) -> Checkpoint:
+    """Fill the engine's weights from a run or checkpoint folder; all ranks call it.
+
+    Raises CheckpointError when there is no sound checkpoint, when its weights are of another model
+    (a name, shape or type differs), and when it holds weights that this model has no place for.
+    """
+    checkpoint = _find(source, engine.mesh)
+    pieces = [piece for piece in named_pieces(engine) if piece.name.startswith(_KIND)]
+    _refuse_unused(checkpoint, [piece.name for piece in pieces], engine.mesh)
+    load(checkpoint, pieces, ranks_of(engine.mesh), allow_unused=True)
+    engine.optimizer.after_weights_load()
+    return checkpoint
+
+
+def _find(source: Path, mesh: Mesh) -> Checkpoint:
+    """`source` itself if it is a checkpoint, else the newest one of the run or of the folder."""
+    ranks = ranks_of(mesh)
+    if source.name.startswith("step-"):
+        return open_checkpoint(source, ranks)
+    found = find_latest(source / "checkpoints", ranks) or find_latest(source, ranks)
+    if found is None:
+        raise CheckpointError(
+            f"checkpoint.load_weights={source} holds no checkpoint; give the folder of a run that "
+            "has saved, or one of its checkpoints/step-... folders"
+        )
+    return found
+
+
+def _refuse_unused(checkpoint: Checkpoint, names: list[str], mesh: Mesh) -> None:
+    wanted = {name for rank in comm.all_gather_object(names, mesh.world) for name in rank}
+    there = [name for name in checkpoint.manifest.tensors if name.startswith(_KIND)]
+    unused = [name.removeprefix(_KIND) for name in there if name not in wanted]
+    if unused:
+        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+        raise CheckpointError(
+            f"checkpoint.load_weights: {checkpoint.path} holds weights that this model has no "
+            f"place for: {', '.join(unused[:_NAMED])}{more}; use the model settings it was saved "
+            "with (its manifest has them)"
+        )
