@@ -10,11 +10,11 @@ import pytest
 from megalite.config import RunConfig
 from megalite.config_check import (
     check_config,
-    missing_inputs,
     require_valid,
     resolve,
     resolve_schedule,
 )
+from megalite.config_data import missing_inputs
 from megalite.config_keys import keys
 from megalite.config_load import Loaded, load_config
 from megalite.config_stages import stage_layer_counts
@@ -179,9 +179,28 @@ def test_the_plain_config_is_valid() -> None:
          "a batch of 3 and 6 more, which is not divisible by train.micro_batch=1 x parallel.dp=2 "
          "= 2; use multiples of 2"),
         # validation
+        ({"data__path": "a", "data__sources": [{"path": "b"}]}, None,
+         "data.path=a and data.sources both say what to train on; keep one (a single source needs "
+         "no weight)"),
+        ({"data__sources": [{"path": "a/web"}, {"path": "b/web"}, {"path": "c"}],
+          "data__split": (1.0, 0.0)}, None,
+         "data.sources: 2 entries are called 'web', by which their losses would be told apart; "
+         "give each a name of its own (name = ...)"),
+        ({"eval__interval": 1, "eval__sets": [{"name": "validation", "path": "a"}]}, None,
+         "eval.sets: 2 entries are called 'validation', by which their losses would be told "
+         "apart; give each a name of its own (name = ...)"),
+        ({"data__sources": [{"path": "a", "weight": 0}, {"path": "b", "weight": 0}]}, None,
+         "data.sources: weight=0 in all 2 of them leaves nothing to train on; give at least one a "
+         "positive weight"),
+        ({"eval__sets": [{"name": "a", "path": "b"}]}, None,
+         'eval.sets=[{name = "a", path = "b"}] has no effect: eval.interval=0 never evaluates; '
+         "remove it or set eval.interval"),
+        ({"data__workers": 0, "data__prefetch": 4}, None,
+         "data.prefetch=4 has no effect: data.workers=0 reads nothing ahead; remove it or set "
+         "data.workers=1"),
         ({"eval__interval": 10, "data__split": (1.0, 0.0)}, None,
          "eval.interval=10 needs validation tokens, but data.split gives 0; "
-         "use for example data.split=[0.98, 0.02], or eval.interval=0"),
+         "use for example data.split=[0.98, 0.02], a set in eval.sets, or eval.interval=0"),
         # settings without effect
         ({"optimizer__lr_schedule": "constant", "optimizer__min_lr": 1e-5}, None,
          "optimizer.min_lr=1e-05 has no effect: optimizer.lr_schedule=constant never decays; "
@@ -307,6 +326,16 @@ def test_missing_inputs_names_each_file(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert lines[0].startswith(f"data.path={prefix}: no file {prefix}.idx below ")
     assert lines[1].startswith(f"data.tokenizer={tmp_path}/t.model: no such file;")
+    sets = [{"name": "code", "path": "gone"}]
+    lines = missing_inputs(config(data__sources=[{"path": "a"}, {"path": str(prefix)}],
+                                  eval__sets=sets))  # fmt: skip
+    assert [line.split(" below ")[0] for line in lines] == [
+        "data.sources[0].path=a: no file a.bin",
+        "data.sources[0].path=a: no file a.idx",
+        f"data.sources[1].path={prefix}: no file {prefix}.idx",
+        "eval.sets[0].path=gone: no file gone.bin",
+        "eval.sets[0].path=gone: no file gone.idx",
+    ]
     (tmp_path / "corpus.idx").touch()
     assert missing_inputs(config(data__path=str(prefix))) == []
     assert missing_inputs(config()) == []

@@ -216,6 +216,9 @@ def test_a_section_inside_a_section(minimal: Path) -> None:
     ]
 
 
+SPLITS = 'use for example [0.98, 0.02], "98,2" or "969,30,1"'
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -246,10 +249,26 @@ def test_a_section_inside_a_section(minimal: Path) -> None:
          "needs to be at least 0"),
         ("parallel.stage_layers=2", "parallel.stage_layers=2 (override) needs a list, "
          "for example [1, 2]"),
-        ("data.split=[0.9]", "data.split=[0.9] (override) needs 2 numbers"),
-        ("data.split=[0.9, 0.2, 0.1]", "data.split=[0.9, 0.2, 0.1] (override) needs 2 numbers"),
+        ("data.split=[0.9]", "data.split=[0.9] (override) needs 2 or 3 numbers "
+         f"(train, validation, test); {SPLITS}"),
+        ("data.split=[1, 1, 1, 1]", "data.split=[1, 1, 1, 1] (override) needs 2 or 3 "
+         f"numbers (train, validation, test); {SPLITS}"),
+        ("data.split=98;2", 'data.split="98;2" (override) has \'98;2\', which is no number; '
+         f"{SPLITS}"),
+        ("data.split=98,-2", 'data.split="98,-2" (override) has -2 as share of validation, '
+         f"which is no share; {SPLITS}"),
+        ("data.split=[true, 0.5]", "data.split=[true, 0.5] (override) has True, which is no "
+         f"number; {SPLITS}"),
+        ('data.sources=[{path = "a", wieght = 1}]', "data.sources[0] (override) has no setting "
+         "'wieght'; remove it"),
+        ("data.sources=[{weight = 1}]", "data.sources[0]={weight = 1} (override) has no path; "
+         "add it"),
+        ('data.sources=[{path = "a", weight = -1}]', "data.sources[0].weight=-1 (override) needs "
+         "to be at least 0"),
+        ('data.sources=[{path = "a.idx"}]', 'data.sources[0].path="a.idx" (override) names the '
+         "pair PREFIX.bin, PREFIX.idx; write 'a'"),
         ("data.split=[0.9, 0.2]", "data.split=[0.9, 0.2] (override) needs a positive train share "
-         "and shares that add up to 1, got 0.9 + 0.2 = 1.1; use for example [0.98, 0.02]"),
+         f"and shares that add up to 1, got 0.9 + 0.2 = 1.1; {SPLITS}"),
         ("data.path=corpus.bin", 'data.path="corpus.bin" (override) names the pair PREFIX.bin, '
          "PREFIX.idx; write 'corpus'"),
         ('data.path=""', 'data.path="" (override) must not be empty'),

@@ -51,6 +51,13 @@ def reload(config: RunConfig, folder: Path) -> RunConfig:
         small(data={"path": 'a "quoted" \\ path\x7f\u2028é', "split": (1.0, 0.0)}),
         small(model={"rope_theta": 1e22, "num_kv_heads": 2}),
         small(
+            data={
+                "sources": [{"path": "a/web", "weight": 1e-9}, {"path": "b", "name": "code"}],
+                "split": "969,30,1",
+            },
+            eval={"interval": 3, "sets": [{"name": "books", "path": "c"}]},
+        ),
+        small(
             optimizer={
                 "groups": [
                     {"match": "*.bias", "weight_decay": 0.0},
@@ -103,6 +110,6 @@ def test_the_table_has_each_key_with_its_origin(
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["optimizer.clip_grad"] == ['"none"', "override"]
     assert rows["train.steps"] == ["100", str(path)]
-    assert rows["eval.batches"] == ["8", "default"]
+    assert rows["eval.batches"] == ['"none"', "default"]
     print_config(loaded)
     assert capsys.readouterr().out.splitlines() == lines
