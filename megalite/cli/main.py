@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from megalite.cli import data
+from megalite.cli.schedule import schedule
 from megalite.errors import ConfigError, MegaliteError
 
 USAGE_EXIT = 2
@@ -42,6 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data.app, name="data")
+app.command()(schedule)
 
 
 @app.callback()
@@ -64,16 +66,27 @@ def train(
     name: Annotated[
         str | None, typer.Option(help="Name of the run, and of its folder; same as name=NAME.")
     ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY[,KEY]",
+            help="Go on from a checkpoint although these settings have changed; all-listed: all "
+            "that may.",
+        ),
+    ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show each value and its origin, and stop.")
     ] = False,
 ) -> None:
     """Train the model that CONFIG describes."""
-    from megalite.config_check import check_config, missing_inputs, resolve, resolve_schedule
+    from megalite.config_check import check_config, resolve, resolve_schedule
+    from megalite.config_data import missing_inputs
     from megalite.config_keys import toml_value
     from megalite.config_load import load_config
+    from megalite.config_resume import accepted
     from megalite.config_text import print_config as show
 
+    allowed = accepted(accept or [])
     named = [] if name is None else [f"name={toml_value(name)}"]
     loaded = load_config(config, [*(overrides or []), *named])
     problems = check_config(loaded.config, origins=loaded.origins)
@@ -86,7 +99,7 @@ def train(
 
     from megalite.train.launch import train_command
 
-    train_command(loaded, local=local)
+    train_command(loaded, local=local, accept=allowed)
 
 
 @app.command()

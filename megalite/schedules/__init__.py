@@ -1,15 +1,25 @@
 """Pipeline schedules as data: built, checked, simulated and lowered without torch."""
 
 from megalite.schedules.action import Action, Schedule, parse
-from megalite.schedules.builders import NAMES, build, family, forward_only, forward_schedule, fuse
+from megalite.schedules.builders import (
+    family,
+    forward_only,
+    forward_schedule,
+    fuse,
+    recompute,
+)
+from megalite.schedules.catalogue import KINDS, NAMES, Kind, build
 from megalite.schedules.check import check_program, check_schedule
 from megalite.schedules.lower import lower
-from megalite.schedules.simulate import Durations, Timeline, peak_live, simulate
+from megalite.schedules.memory import peak_live
+from megalite.schedules.simulate import Durations, Timeline, simulate
 
 __all__ = [
+    "KINDS",
     "NAMES",
     "Action",
     "Durations",
+    "Kind",
     "Schedule",
     "Timeline",
     "build",
@@ -22,5 +32,6 @@ __all__ = [
     "lower",
     "parse",
     "peak_live",
+    "recompute",
     "simulate",
 ]

@@ -18,6 +18,7 @@ from megalite.errors import ScheduleError
 FORWARD: Final = "F"  # forward of one stage for one microbatch
 BACKWARD_INPUT: Final = "B"  # gradient with respect to the stage's input
 BACKWARD_WEIGHT: Final = "W"  # gradient with respect to the stage's weights
+RECOMPUTE: Final = "R"  # the forward again, from the kept input, for the backward that follows
 BACKWARD: Final = "BW"  # both in one go; the input gradient is there only at the end
 SEND_FORWARD: Final = "SF"  # this stage's output leaves for the next stage
 RECV_FORWARD: Final = "RF"  # this stage's input arrives from the previous stage
@@ -25,7 +26,7 @@ SEND_BACKWARD: Final = "SB"  # this stage's input gradient leaves for the previo
 RECV_BACKWARD: Final = "RB"  # this stage's output gradient arrives from the next stage
 REDUCE: Final = "REDUCE"  # every gradient of the stage is complete
 
-COMPUTE: Final = frozenset({FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD})
+COMPUTE: Final = frozenset({FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD, RECOMPUTE})
 SENDS: Final = frozenset({SEND_FORWARD, SEND_BACKWARD})
 RECEIVES: Final = frozenset({RECV_FORWARD, RECV_BACKWARD})
 KINDS: Final = COMPUTE | SENDS | RECEIVES | {REDUCE}
@@ -62,7 +63,7 @@ def requires(action: Action, num_stages: int) -> tuple[Action, ...]:
         return (*own, Action(BACKWARD_INPUT, stage + 1, mb)) if stage + 1 < num_stages else own
     if kind in (BACKWARD_WEIGHT, SEND_BACKWARD):
         return (Action(BACKWARD_INPUT, stage, mb),)
-    return (Action(FORWARD, stage, mb),) if kind == SEND_FORWARD else ()
+    return (Action(FORWARD, stage, mb),) if kind in (SEND_FORWARD, RECOMPUTE) else ()
 
 
 def send_of(receive: Action) -> Action:

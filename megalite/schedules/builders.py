@@ -1,9 +1,10 @@
-"""Builders of pipeline schedules: who computes what, in which order.
+"""Builders of schedules on the looped placement: who computes what, in which order.
 
-Reading order: `build` (the names a user can ask for), `family` (one generator for 1F1B and every
-interleaved schedule), `breadth_first` (GPipe). They work for any number of microbatches m >= 1
-on any number of ranks p; nothing has to divide anything. Stages are placed in a loop: stage s
-lives on rank s mod p as chunk s div p. Transfers are not built here but derived (`lower`).
+Reading order: `family` (one generator for 1F1B, every interleaved schedule and the zero-bubble
+kind), `breadth_first` (GPipe), `fuse` and `recompute` (which change any schedule). They work for
+any number of microbatches m >= 1 on any number of ranks p; nothing has to divide anything. Stage s
+lives on rank s mod p as chunk s div p; `v_shape` builds on the other placement, `catalogue` gives
+names to all. Transfers are not built here but derived (`lower`).
 """
 
 from __future__ import annotations
@@ -17,48 +18,36 @@ from megalite.schedules.action import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    RECOMPUTE,
     Action,
     Schedule,
 )
 
-NAMES = ("gpipe", "1f1b", "interleaved")
 
-
-def build(name: str, p: int, v: int, m: int) -> Schedule:
-    """The schedule a user names, with fused backwards: compute actions for p ranks, v chunks each.
-
-    Raises ScheduleError for an unknown name and for a v that the name does not go with.
-    """
-    if name == "gpipe":
-        return breadth_first(p, v, m)
-    if name == "1f1b":
-        if v != 1:
-            raise ScheduleError(f"1f1b has one chunk per rank, got v={v}; use interleaved or v=1")
-        return fuse(family(p, 1, m, f=1.0))
-    if name == "interleaved":
-        if v < 2:
-            raise ScheduleError(f"interleaved needs v >= 2 chunks per rank, got v={v}; use 1f1b")
-        return fuse(family(p, v, m, f=2.0))
-    raise ScheduleError(f"schedule {name!r} is unknown; use one of {', '.join(NAMES)}")
-
-
-def family(p: int, v: int, m: int, *, f: float = 1.0, lag: float = 0.0) -> Schedule:
+def family(
+    p: int, v: int, m: int, *, f: float = 1.0, lag: float = 0.0, group: int | None = None
+) -> Schedule:
     """One forward, one backward, with split B and W.
 
     `f` scales the warm-up (2 is Megatron's interleaved, v > 1 deadlocks above 2), `lag` how many
-    weight gradients per rank position are held back. f=1: 1F1B for v=1, f=2 and v > 1:
-    interleaved 1F1B, lag=1: the zero-bubble kind. Raises ScheduleError for counts below 1.
+    weight gradients per rank position are held back, `group` how many microbatches go through a
+    chunk together (default: about p, so that the groups are as equal as possible; Megatron's
+    microbatch_group_size_per_vp_stage). f=1: 1F1B for v=1; f=2 and v > 1: interleaved 1F1B;
+    lag=1: the zero-bubble kind. Raises ScheduleError for counts below 1 and negative f or lag.
     """
-    _check_counts(p, v, m)
-    table = _table(p, v, m)
-    ranks = tuple(_family_rank(rank, p, v, m, table, f, lag) for rank in range(p))
+    check_counts(p, v, m)
+    if f < 0 or lag < 0:
+        raise ScheduleError(f"f={f:g}, lag={lag:g}: warm-up and lag must be >= 0")
+    groups = _groups(p, v, m, group)
+    table = _table(v, groups)
+    ranks = tuple(_family_rank(rank, p, v, groups, table, f, lag) for rank in range(p))
     return Schedule(m, looped_place(p, v), ranks)
 
 
 def _family_rank(
-    rank: int, p: int, v: int, m: int, table: list[tuple[int, int]], f: float, lag: float
+    rank: int, p: int, v: int, groups: list[int], table: list[tuple[int, int]], f: float, lag: float
 ) -> tuple[Action, ...]:
-    warm = _warm_up(rank, p, v, m, f)
+    warm = _warm_up(rank, p, v, groups, f)
     hold = math.ceil(lag * rank)
     actions: list[Action] = []
     forwards = iter(table)
@@ -79,7 +68,7 @@ def breadth_first(p: int, v: int, m: int) -> Schedule:
 
     Backwards take the microbatches in order, so that gradients add up as in one process.
     """
-    _check_counts(p, v, m)
+    check_counts(p, v, m)
     ranks = []
     for rank in range(p):
         stages = range(rank, p * v, p)
@@ -89,19 +78,40 @@ def breadth_first(p: int, v: int, m: int) -> Schedule:
     return Schedule(m, looped_place(p, v), tuple(ranks))
 
 
-def fuse(schedule: Schedule) -> Schedule:
-    """Join each B that is directly followed by its own W into one fused BW."""
-    return Schedule(schedule.m, schedule.place, tuple(_fuse_rank(a) for a in schedule.ranks))
+def fuse(schedule: Schedule, *, split_last: int = 0) -> Schedule:
+    """Join each B that is directly followed by its own W into one fused BW.
+
+    split_last: microbatches at the end that stay split. With p of them the bubble is that of the
+    split schedule, while the steady state overlaps its tensor-parallel collectives.
+    """
+    first_split = schedule.m - split_last
+    ranks = tuple(_fuse_rank(actions, first_split) for actions in schedule.ranks)
+    return Schedule(schedule.m, schedule.place, ranks)
 
 
-def _fuse_rank(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+def _fuse_rank(actions: tuple[Action, ...], first_split: int) -> tuple[Action, ...]:
     fused: list[Action] = []
     for action in actions:
-        if action.kind == BACKWARD_WEIGHT and fused[-1:] == [action._replace(kind=BACKWARD_INPUT)]:
+        joins = action.kind == BACKWARD_WEIGHT and action.mb < first_split
+        if joins and fused[-1:] == [action._replace(kind=BACKWARD_INPUT)]:
             fused[-1] = action._replace(kind=BACKWARD)
         else:
             fused.append(action)
     return tuple(fused)
+
+
+def recompute(schedule: Schedule) -> Schedule:
+    """Run each forward again right before its backward: while the rank waits for the gradient."""
+    return Schedule(schedule.m, schedule.place, tuple(_recompute_rank(a) for a in schedule.ranks))
+
+
+def _recompute_rank(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    out: list[Action] = []
+    for action in actions:
+        if action.kind in (BACKWARD, BACKWARD_INPUT):
+            out.append(action._replace(kind=RECOMPUTE))
+        out.append(action)
+    return tuple(out)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -114,11 +124,21 @@ def forward_schedule(p: int, v: int, m: int) -> Schedule:
     return forward_only(family(p, v, m))
 
 
-def family_peak(rank: int, p: int, v: int, m: int, *, f: float = 1.0, lag: float = 0.0) -> int:
+def family_peak(
+    rank: int,
+    p: int,
+    v: int,
+    m: int,
+    *,
+    f: float = 1.0,
+    lag: float = 0.0,
+    group: int | None = None,
+) -> int:
     """Most (stage, microbatch) pairs a family schedule holds on a rank, from start of F to end of
     W. One of them is 1/v of a rank's activations for one microbatch.
     """
-    return min(m * v, _warm_up(rank, p, v, m, f) + 1 + math.ceil(lag * rank))
+    warm = _warm_up(rank, p, v, _groups(p, v, m, group), f)
+    return min(m * v, warm + 1 + math.ceil(lag * rank))
 
 
 def looped_place(p: int, v: int) -> tuple[int, ...]:
@@ -126,27 +146,32 @@ def looped_place(p: int, v: int) -> tuple[int, ...]:
     return tuple(stage % p for stage in range(p * v))
 
 
-def _warm_up(rank: int, p: int, v: int, m: int, f: float) -> int:
+def _warm_up(rank: int, p: int, v: int, groups: list[int], f: float) -> int:
     """Forwards a rank has done before the forward that its first backward follows."""
-    return min(m * v, math.ceil(f * (p - 1 - rank)) + (v - 1) * _groups(p, v, m)[0])
+    return min(sum(groups) * v, math.ceil(f * (p - 1 - rank)) + (v - 1) * groups[0])
 
 
-def _groups(p: int, v: int, m: int) -> list[int]:
+def _groups(p: int, v: int, m: int, group: int | None) -> list[int]:
     """Sizes of the groups of microbatches that go through a chunk together, larger ones first."""
+    if group is not None:
+        if group < 1:
+            raise ScheduleError(f"group={group}: a group has at least one microbatch")
+        return [*[group] * (m // group), *([m % group] if m % group else [])]
     count = max(1, m // p) if v > 1 else 1
     return [m // count + (index < m % count) for index in range(count)]
 
 
-def _table(p: int, v: int, m: int) -> list[tuple[int, int]]:
+def _table(v: int, groups: list[int]) -> list[tuple[int, int]]:
     """Every (microbatch, chunk) in the order in which a rank runs its forwards."""
     table = []
     first = 0
-    for size in _groups(p, v, m):
+    for size in groups:
         table += [(mb, chunk) for chunk in range(v) for mb in range(first, first + size)]
         first += size
     return table
 
 
-def _check_counts(p: int, v: int, m: int) -> None:
+def check_counts(p: int, v: int, m: int) -> None:
+    """Raise ScheduleError unless there are ranks, chunks and microbatches."""
     if min(p, v, m) < 1:
         raise ScheduleError(f"p={p}, v={v}, m={m}: ranks, chunks and microbatches must be >= 1")

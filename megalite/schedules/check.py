@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 
 from megalite.errors import ScheduleError
 from megalite.schedules.action import (
+    BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     COMPUTE,
     FORWARD,
     RECEIVES,
+    RECOMPUTE,
     RECV_BACKWARD,
     RECV_FORWARD,
     REDUCE,
@@ -27,8 +29,9 @@ from megalite.schedules.action import (
     requires,
     send_of,
 )
+from megalite.schedules.memory import peak_live
 from megalite.schedules.models import MODELS, run_model
-from megalite.schedules.simulate import Durations, peak_live, simulate
+from megalite.schedules.simulate import Durations, simulate
 
 
 def check_schedule(
@@ -100,8 +103,15 @@ def _check_kinds(schedule: Schedule, kinds: frozenset[str]) -> None:
 def _results(schedule: Schedule, forward_only: bool) -> list[Action]:
     """Every result a step must make."""
     kinds = [FORWARD] if forward_only else [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]
-    stages, batches = range(schedule.num_stages), range(schedule.m)
-    return [Action(kind, stage, mb) for kind in kinds for stage in stages for mb in batches]
+    pairs = [(kind, stage) for kind in kinds for stage in range(schedule.num_stages)]
+    if not forward_only:
+        pairs += [(RECOMPUTE, stage) for stage in sorted(_recomputed_stages(schedule))]
+    return [Action(kind, stage, mb) for kind, stage in pairs for mb in range(schedule.m)]
+
+
+def _recomputed_stages(schedule: Schedule) -> set[int]:
+    """Stages that recompute a microbatch: then they must recompute all of them."""
+    return {action.stage for _, _, action in _walk(schedule) if action.kind == RECOMPUTE}
 
 
 def _transfers(schedule: Schedule, forward_only: bool) -> list[Action]:
@@ -139,10 +149,14 @@ def _check_complete(schedule: Schedule, expected: list[Action]) -> None:
 
 def _check_local_order(schedule: Schedule) -> None:
     """What an action needs from its own rank comes earlier in the rank's list."""
+    recomputed = _recomputed_stages(schedule)
     for rank, actions in enumerate(schedule.ranks):
         done: set[Action] = set()
         for index, action in enumerate(actions):
-            for need in requires(action, schedule.num_stages):
+            needs = requires(action, schedule.num_stages)
+            if action.stage in recomputed and action.kind in (BACKWARD_INPUT, BACKWARD):
+                needs = (*needs, action._replace(kind=RECOMPUTE))
+            for need in needs:
                 if schedule.place[need.stage] == rank and need not in done:
                     raise _error(rank, index, action, f"{need} must come before it")
             done.update(provides(action))

@@ -1,14 +1,21 @@
-"""The time line of a schedule for given durations, and the memory it holds.
+"""The time line of a schedule for given durations.
 
 Each rank runs its actions in order; an action starts when the rank is free and its inputs have
 arrived, a hop after they were made when they come from another rank. Transfers overlap with
-compute and do not queue behind each other. Says how long a schedule takes if nothing else
-disturbs it; does not model links, kernels or the optimizer.
+compute unless told otherwise and do not queue behind each other. Says how long a schedule takes if
+nothing else disturbs it; does not model links, kernels or the optimizer.
+
+Reading order: `Durations`, `Timeline`, `simulate`. Inside, an action is a few numbers (duration,
+result waited for, result made), so that a long schedule takes a second.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from megalite.errors import ScheduleError
@@ -18,21 +25,30 @@ from megalite.schedules.action import (
     BACKWARD_WEIGHT,
     COMPUTE,
     FORWARD,
+    RECOMPUTE,
     Action,
     Schedule,
     provides,
     requires,
 )
 
+_NOTHING, _NEVER = -1, -2  # results that are not waited for, or that no earlier action makes
+
 
 @dataclass(frozen=True)
 class Durations:
-    """How long each stage computes for one microbatch, and one hop; any unit, one for all."""
+    """How long each stage computes for one microbatch, and one hop; any unit, one for all.
+
+    recompute: empty takes as long as the forward. overlap: False keeps the sending rank busy during
+    a hop, as sends without a stream of their own do.
+    """
 
     forward: tuple[float, ...]  # per stage
     backward_input: tuple[float, ...]  # per stage
     backward_weight: tuple[float, ...]  # per stage
     hop: float = 0.0
+    recompute: tuple[float, ...] = ()  # per stage
+    overlap: bool = True
 
     @classmethod
     def even(
@@ -44,15 +60,30 @@ class Durations:
 
     def of(self, action: Action) -> float:
         """Duration of a compute action."""
-        stage = action.stage
-        if action.kind == BACKWARD:
-            return self.backward_input[stage] + self.backward_weight[stage]
+        return self.of_kind(action.kind)[action.stage]
+
+    def of_kind(self, kind: str) -> Sequence[float]:
+        """Durations per stage of a kind of compute action."""
+        if kind == BACKWARD:
+            pairs = zip(self.backward_input, self.backward_weight, strict=True)
+            return [b + w for b, w in pairs]
         per_stage = {
             FORWARD: self.forward,
             BACKWARD_INPUT: self.backward_input,
             BACKWARD_WEIGHT: self.backward_weight,
+            RECOMPUTE: self.recompute or self.forward,
         }
-        return per_stage[action.kind][stage]
+        return per_stage[kind]
+
+
+def hop_time(latency: float, message_bytes: float, bytes_per_time: float) -> float:
+    """Time of one hop: latency plus message over bandwidth, in the unit of both."""
+    if latency < 0 or message_bytes < 0 or bytes_per_time <= 0:
+        raise ScheduleError(
+            f"a hop needs latency >= 0, message >= 0 and bandwidth > 0, got {latency}, "
+            f"{message_bytes} and {bytes_per_time}"
+        )
+    return latency + message_bytes / bytes_per_time
 
 
 class Span(NamedTuple):
@@ -65,81 +96,180 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what: `spans[rank]` in program order, compute actions only."""
+    """When each rank does what, compute actions only, in program order.
 
-    spans: tuple[tuple[Span, ...], ...]
+    starts[rank][i], ends[rank][i] belong to programs[rank][i]; the step begins at 0.
+    """
+
+    programs: tuple[tuple[Action, ...], ...]
+    starts: tuple[list[float], ...]
+    ends: tuple[list[float], ...]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """The same as one Span per action: `spans[rank]` in program order."""
+        rows = zip(self.programs, self.starts, self.ends, strict=True)
+        return tuple(tuple(map(Span, *row)) for row in rows)
 
     @property
     def makespan(self) -> float:
         """End of the last action of any rank; the step starts at 0."""
-        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
-    @property
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """Time each rank computes."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+        return tuple(sum(e) - sum(s) for s, e in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
         """Time a rank idles in a step that ends for all ranks together, mean over the ranks."""
-        return self.makespan - sum(self.busy) / len(self.spans)
+        return self.makespan - sum(self.busy) / len(self.programs)
 
     @property
     def bubble_fraction(self) -> float:
         """The bubble as a share of the step."""
         return self.bubble / self.makespan if self.makespan > 0 else 0.0
 
+    @property
+    def rank_bubbles(self) -> tuple[float, ...]:
+        """Time each rank idles between the start and the end of the step."""
+        return tuple(self.makespan - busy for busy in self.busy)
 
-def simulate(schedule: Schedule, durations: Durations) -> Timeline:
+    @property
+    def span_bubble(self) -> float:
+        """Most that a rank idles between its own first and last action: what a step costs where
+        steps overlap, the figure that papers on zero-bubble schedules report.
+        """
+        rows = zip(self.starts, self.ends, self.busy, strict=True)
+        return max((e[-1] - s[0] - busy for s, e, busy in rows if s), default=0.0)
+
+
+def simulate(
+    schedule: Schedule, durations: Durations, *, jitter: float = 0.0, seed: int = 0
+) -> Timeline:
     """Start and end of every compute action; transfers and reductions are passed over.
 
+    jitter: each action takes its duration times a seeded draw from [1 - jitter, 1 + jitter].
     Raises ScheduleError, with a line per stuck rank, when the ranks wait for each other forever.
     """
-    programs = [[a for a in actions if a.kind in COMPUTE] for actions in schedule.ranks]
-    spans: list[list[Span]] = [[] for _ in programs]
-    ends: dict[Action, float] = {}
-    waiting: dict[Action, list[int]] = {}  # result -> ranks that cannot go on without it
-    ready = list(range(schedule.p))
+    programs = _compute_actions(schedule)
+    table = _Table(schedule, durations)
+    rows = [table.encode(actions) for actions in programs]
+    if jitter:
+        draw = random.Random(seed)
+        rows = [
+            [(row[0] * draw.uniform(1 - jitter, 1 + jitter), *row[1:]) for row in rank_rows]
+            for rank_rows in rows
+        ]
+    starts, ends, waiting = _run(rows, table.num_results)
+    if waiting:
+        raise ScheduleError(_deadlock(schedule, programs, ends, waiting))
+    return Timeline(tuple(programs), tuple(starts), tuple(ends))
+
+
+_Row = tuple[float, int, float, int, float]  # duration, needs, hop before it, makes, hold after it
+
+
+class _Table:
+    """Numbers the results that other actions can wait for: F of (stage, mb), then B of it."""
+
+    def __init__(self, schedule: Schedule, durations: Durations) -> None:
+        stages, m = schedule.num_stages, schedule.m
+        self.m, self.last = m, stages - 1
+        self.num_results = 2 * stages * m
+        self.backward_base = stages * m
+        cross = [durations.hop * (a != b) for a, b in _neighbours(schedule.place)]
+        self.before = {FORWARD: [0.0, *cross], BACKWARD: [*cross, 0.0]}
+        hold = [0.0 if durations.overlap else hop for hop in cross]
+        self.after = {FORWARD: [*hold, 0.0], BACKWARD: [0.0, *hold]}
+        self.durations = {kind: durations.of_kind(kind) for kind in COMPUTE}
+
+    def encode(self, actions: Sequence[Action]) -> list[_Row]:
+        """A rank's actions as numbers; what an action needs of its own rank must come before."""
+        m, last, base = self.m, self.last, self.backward_base
+        forwards, backwards = bytearray(base), bytearray(base)
+        before_f, before_b = self.before[FORWARD], self.before[BACKWARD]
+        after_f, after_b = self.after[FORWARD], self.after[BACKWARD]
+        durations = self.durations
+        rows: list[_Row] = []
+        for kind, stage, mb in actions:
+            at = stage * m + mb
+            duration = durations[kind][stage]
+            if kind == FORWARD:
+                forwards[at] = 1
+                need = at - m if stage else _NOTHING
+                rows.append((duration, need, before_f[stage], at, after_f[stage]))
+            elif kind in (BACKWARD, BACKWARD_INPUT):
+                backwards[at] = 1
+                need = base + at + m if stage < last else _NOTHING
+                need = need if forwards[at] else _NEVER
+                rows.append((duration, need, before_b[stage], base + at, after_b[stage]))
+            else:
+                made = backwards[at] if kind == BACKWARD_WEIGHT else forwards[at]
+                rows.append((duration, _NOTHING if made else _NEVER, 0.0, _NOTHING, 0.0))
+        return rows
+
+
+def _run(
+    rows: list[list[_Row]], num_results: int
+) -> tuple[list[list[float]], list[list[float]], dict[int, int]]:
+    """Starts and ends per rank, and the ranks that are left waiting: rank -> index."""
+    made = [-1.0] * (num_results + 1)  # when each result was there; the last one is never made
+    starts: list[list[float]] = [[] for _ in rows]
+    ends: list[list[float]] = [[] for _ in rows]
+    free = [0.0] * len(rows)
+    waiter: dict[int, int] = {}
+    stuck: dict[int, int] = {}
+    ready = list(range(len(rows)))
     while ready:
         rank = ready.pop()
-        for action in programs[rank][len(spans[rank]) :]:
-            needs = requires(action, schedule.num_stages)
-            missing = [need for need in needs if need not in ends]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            free = spans[rank][-1].end if spans[rank] else 0.0
-            hops = [0.0 if schedule.place[n.stage] == rank else durations.hop for n in needs]
-            start = max([free, *(ends[n] + hop for n, hop in zip(needs, hops, strict=True))])
-            spans[rank].append(Span(action, start, start + durations.of(action)))
-            for result in provides(action):
-                ends[result] = spans[rank][-1].end
-                ready += waiting.pop(result, [])
-    if waiting:
-        raise ScheduleError(_deadlock(schedule, spans, waiting))
-    return Timeline(tuple(tuple(rank_spans) for rank_spans in spans))
+        now, rank_starts, rank_ends, row = free[rank], starts[rank], ends[rank], rows[rank]
+        stuck.pop(rank, None)
+        for index in range(len(rank_starts), len(row)):
+            duration, need, hop, makes, hold = row[index]
+            if need != _NOTHING:
+                there = made[need] if need >= 0 else -1.0
+                if there < 0.0:
+                    waiter[need], stuck[rank] = rank, index
+                    break
+                if there + hop > now:
+                    now = there + hop
+            rank_starts.append(now)
+            now += duration
+            rank_ends.append(now)
+            if makes >= 0:
+                made[makes] = now
+                if makes in waiter:
+                    ready.append(waiter.pop(makes))
+                now += hold
+        free[rank] = now
+    return starts, ends, stuck
 
 
-def _deadlock(schedule: Schedule, spans: list[list[Span]], waiting: dict[Action, list[int]]) -> str:
+def _compute_actions(schedule: Schedule) -> list[tuple[Action, ...]]:
+    return [tuple(a for a in actions if a.kind in COMPUTE) for actions in schedule.ranks]
+
+
+def _neighbours(place: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(place))
+
+
+def _deadlock(
+    schedule: Schedule,
+    programs: list[tuple[Action, ...]],
+    ends: list[list[float]],
+    waiting: dict[int, int],
+) -> str:
+    done: set[Action] = set()
+    for actions, rank_ends in zip(programs, ends, strict=True):
+        for action in actions[: len(rank_ends)]:
+            done.update(provides(action))
     lines = ["the schedule deadlocks:"]
-    for rank, result in sorted((rank, need) for need, ranks in waiting.items() for rank in ranks):
-        compute = [(i, a) for i, a in enumerate(schedule.ranks[rank]) if a.kind in COMPUTE]
-        index, action = compute[len(spans[rank])]
-        lines.append(f"rank {rank}, index {index}, action {action}: waits for {result}")
+    for rank, position in sorted(waiting.items()):
+        action = programs[rank][position]
+        missing = next(n for n in requires(action, schedule.num_stages) if n not in done)
+        compute = [i for i, a in enumerate(schedule.ranks[rank]) if a.kind in COMPUTE]
+        where = f"rank {rank}, index {compute[position]}, action {action}"
+        lines.append(f"{where}: waits for {missing}")
     return "\n".join(lines)
-
-
-def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, the most (stage, microbatch) pairs held at once, from start of F to end of W.
-
-    Depends on the order only. One pair is 1/v of a rank's activations for one microbatch.
-    """
-    peaks = []
-    for actions in schedule.ranks:
-        live = peak = 0
-        for action in actions:
-            live += action.kind == FORWARD
-            peak = max(peak, live)
-            live -= action.kind in (BACKWARD_WEIGHT, BACKWARD)
-        peaks.append(peak)
-    return tuple(peaks)

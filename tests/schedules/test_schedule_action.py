@@ -113,8 +113,8 @@ def test_a_schedule_is_a_value():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zigzag", 2, 1, 4), "gpipe, 1f1b, interleaved"),
-        (("1f1b", 2, 2, 4), "v=2; use interleaved"),
+        (("zigzag", 2, 1, 4), "gpipe, 1f1b, .*, zb-v"),
+        (("1f1b", 2, 2, 4), "v=2; with v=2 use one of gpipe, interleaved"),
         (("interleaved", 2, 1, 4), "needs v >= 2"),
         (("gpipe", 2, 1, 0), "m=0"),
         (("1f1b", 0, 1, 3), "p=0"),

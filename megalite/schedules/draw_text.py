@@ -1,0 +1,75 @@
+"""A schedule's time line as text: one row per rank, one column per unit of time.
+
+With two chunks per rank the letters of chunk 0 are small; with more, a letter after the number says
+which chunk (a is chunk 0). A backward in one go is D, its later columns are dashes. Colours are for
+whoever prints: each cell carries its action.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalite.errors import ScheduleError
+from megalite.schedules.action import BACKWARD, Action, Schedule
+from megalite.schedules.simulate import Timeline
+
+MAX_COLUMNS = 2000
+
+
+class Cell(NamedTuple):
+    """What stands in one column of a row; None is an idle rank."""
+
+    text: str
+    action: Action | None
+
+
+def label(action: Action, schedule: Schedule) -> str:
+    """The short name of an action: kind, microbatch and, where there are several, its chunk."""
+    rank = schedule.place[action.stage]
+    chunk = schedule.stages_of(rank).index(action.stage)
+    kind = "D" if action.kind == BACKWARD else action.kind
+    if schedule.v == 2 and chunk == 0:
+        kind = kind.lower()
+    suffix = chr(ord("a") + chunk % 26) if schedule.v > 2 else ""
+    return f"{kind}{action.mb}{suffix}"
+
+
+def draw_text(
+    schedule: Schedule, timeline: Timeline, unit: float | None = None
+) -> list[list[Cell]]:
+    """Rows of cells, all equally long. unit: time of a column (default: the shortest action).
+
+    Raises ScheduleError where that would be more than `MAX_COLUMNS` columns.
+    """
+    spans = [span for row in timeline.spans for span in row]
+    lengths = [end - start for _, start, end in spans if end > start]
+    step = unit if unit is not None else min(lengths, default=1.0)
+    if step <= 0:
+        raise ScheduleError(f"unit={step:g} must be > 0")
+    columns = round(timeline.makespan / step)
+    if columns > MAX_COLUMNS:
+        raise ScheduleError(
+            f"the picture would be {columns} columns wide, {MAX_COLUMNS} are allowed; use a "
+            f"longer unit (this one is {step:g}), fewer microbatches, or draw it as svg or html"
+        )
+    labels = {action: label(action, schedule) for action, _, _ in spans}
+    width = max(map(len, labels.values()), default=1) + 1
+    rows = []
+    for row in timeline.spans:
+        cells = [Cell(".".ljust(width), None)] * max(columns, 1)
+        for action, start, end in row:
+            first = min(round(start / step), len(cells) - 1)
+            for column in range(first, max(first + 1, min(round(end / step), len(cells)))):
+                text = labels[action] if column == first else "-" * (width - 1)
+                cells[column] = Cell(text.ljust(width), action)
+        rows.append(cells)
+    return rows
+
+
+def plain(rows: list[list[Cell]]) -> list[str]:
+    """The rows as lines without colour, each with its rank in front."""
+    digits = len(str(len(rows) - 1))
+    return [
+        f"{rank:>{digits}} {''.join(cell.text for cell in row)}".rstrip()
+        for rank, row in enumerate(rows)
+    ]
