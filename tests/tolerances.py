@@ -1,5 +1,7 @@
 """Every tolerance of the test-suite, with its reason. None is ever widened to make a test pass."""
 
+import torch
+
 # float64 at another layout: sums in another order differ by some 1e-13 relative after three
 # optimizer steps; every real fault (a missing sum, a wrong mean, a lost mask) shows above 1e-6.
 PARITY_FLOAT64 = 1e-9
@@ -19,3 +21,13 @@ ROUNDED_ONCE_NOISE = 1e-6
 # Loss of a bfloat16 model beside the float32 one of the same weights: rounding of logits near 1
 # moves a token's loss by some 4e-3, the mean over tokens by less.
 BFLOAT16_LOSS = 5e-3
+
+# Triton kernels against float64, relative in the Frobenius norm. float32: a few units in the last
+# place. 16 bits: results are rounded once (bfloat16 2.2e-3 at most, 1.7e-3 usually; float16 an
+# eighth of it), attention also rounds its probabilities, and backward their gradients.
+KERNEL_FORWARD = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+KERNEL_BACKWARD = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
+
+# Half a unit in the last place of bfloat16 and of float16, relative: one rounding to nearest.
+BFLOAT16_UNIT = 2.0**-9
+FLOAT16_UNIT = 2.0**-11

@@ -1,0 +1,69 @@
+"""What the Triton launchers share: argument checks, grid sizes, launch options.
+
+The kernels use plain triton.language: no atomics (results are the same bits on every run), no
+libdevice, no block pointers, no run-time tuning.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Contraction to fused multiply-adds is stated, because Triton's default for it changes.
+OPTIONS = {"enable_fp_fusion": True}
+_PROGRAMS_OFF_GPU = 4  # persistent grids without a GPU (interpreter, ahead-of-time compilation)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
+    """Size of a persistent grid: a fixed number per device, so that sums keep their order."""
+    if device.type != "cuda":
+        return _PROGRAMS_OFF_GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
+
+
+def check_float(operation: str, **tensors: Tensor | None) -> None:
+    """Raise TypeError where a tensor is of no storage type the kernels take."""
+    for name, x in tensors.items():
+        if x is not None and x.dtype not in FLOATS:
+            raise TypeError(
+                f"{operation}: {name} is {x.dtype}; the triton kernels take float32, bfloat16 and "
+                "float16; use kernels.backend=reference for other types"
+            )
+
+
+def check_same(operation: str, what: str, **values: object) -> None:
+    """Raise ValueError where named values differ."""
+    if len(set(values.values())) > 1:
+        got = ", ".join(f"{name} has {value}" for name, value in values.items())
+        raise ValueError(f"{operation}: {what} must be the same: {got}")
+
+
+def check_shape(operation: str, shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """Raise ValueError where a tensor is not of this shape."""
+    for name, x in tensors.items():
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{operation}: {name} has shape {tuple(x.shape)}, expected {shape}")
+
+
+def check_last_contiguous(operation: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError where the last dimension has a stride: kernels read rows at a time."""
+    for name, x in tensors.items():
+        if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(
+                f"{operation}: the last dimension of {name} has stride {x.stride(-1)}, expected 1; "
+                "pass .contiguous()"
+            )
+
+
+def rows_readable(x: Tensor) -> Tensor:
+    """x, or a copy where its last dimension has a stride (an expanded gradient has stride 0)."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()

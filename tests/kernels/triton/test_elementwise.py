@@ -1,0 +1,124 @@
+"""SwiGLU and rotary embedding in Triton, in place, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megalite.kernels.triton_rope import rope_
+from megalite.kernels.triton_swiglu import swiglu_backward_, swiglu_forward
+from torch import Tensor
+
+from tests.kernels.triton.kit import (
+    DTYPES,
+    assert_guards_untouched,
+    assert_near,
+    assert_same_bits,
+    draw,
+    exact,
+    far_rows,
+    guarded,
+    rows_of_wider,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "columns"), [(3, 37), (1, 1025), (2, 1)])
+def test_swiglu_and_its_gradient_in_place(tokens: int, columns: int, dtype: torch.dtype) -> None:
+    whole, h = guarded(rows_of_wider(3 * draw(tokens, 2 * columns, dtype=dtype)))
+    h64 = exact(h)
+    gate, up = h64.chunk(2, 1)
+    want = F.silu(gate) * up
+    a = swiglu_forward(h)
+    assert_near(a, want)
+    da = draw(tokens, columns, dtype=dtype, seed=1)
+    want.backward(da.double())
+    again = swiglu_backward_(h, rows_of_wider(da), recompute=True)
+    assert_near(h, h64.grad, backward=True)
+    assert again is not None
+    assert torch.equal(again, a)
+    assert_guards_untouched(whole)
+
+
+def test_swiglu_of_strided_extreme_and_absent_rows() -> None:
+    h = draw(3, 2 * 8)
+    strided = rows_of_wider(h)
+    assert torch.equal(swiglu_forward(strided), swiglu_forward(h))
+    far = far_rows(h.bfloat16())
+    assert torch.equal(swiglu_forward(far), swiglu_forward(h.bfloat16()))
+    extreme = torch.tensor([[-1e4, 1e4, -200.0, 3.0, 3.0, 3.0]])
+    assert swiglu_forward(extreme).tolist() == [[0.0, 3e4, 0.0]]
+    swiglu_backward_(extreme, torch.ones(()).expand(1, 3))
+    assert extreme[0, 3:].tolist() == [0.0, 1e4, 0.0]
+    assert extreme[0, :3].tolist() == [0.0, 3.0, 0.0]
+    assert swiglu_forward(torch.empty(0, 6)).shape == (0, 3)
+
+
+def test_swiglu_bits_and_errors() -> None:
+    h, da = draw(3, 2 * 1030), draw(3, 1030, seed=1)
+
+    def run() -> list[Tensor | None]:
+        work = h.clone()
+        return [swiglu_forward(h), swiglu_backward_(work, da), work]
+
+    assert_same_bits(run)
+    with pytest.raises(ValueError, match="expected an even number"):
+        swiglu_forward(draw(2, 3))
+    with pytest.raises(ValueError, match=r"da has shape \(2, 3\), expected \(2, 2\)"):
+        swiglu_backward_(draw(2, 4), draw(2, 3))
+
+
+def tables(length: int, rotary: int) -> tuple[Tensor, Tensor]:
+    angle = torch.outer(torch.arange(length).double(), 1e4 ** (-torch.arange(rotary // 2) / 7.0))
+    return angle.cos(), angle.sin()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    x = x.double()
+    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None, None, :], sin[:, None, None, :]
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("groups", "queries", "head_dim", "rotary"), [(2, 3, 16, 16), (1, 1, 80, 80), (5, 7, 64, 24)]
+)
+def test_rope_turns_queries_and_keys_of_packed_heads(
+    groups: int, queries: int, head_dim: int, rotary: int, dtype: torch.dtype
+) -> None:
+    length, tokens = 4, 8
+    whole, packed = guarded(draw(tokens, groups, queries + 2, head_dim, dtype=dtype))
+    before = packed.clone()
+    cos, sin = tables(length, rotary)
+    turning = packed[:, :, : queries + 1]
+    rope_(turning, cos.float(), sin.float())
+    want = turned(before[:, :, : queries + 1], cos.repeat(2, 1), sin.repeat(2, 1))
+    assert_near(turning, want)
+    assert torch.equal(packed[:, :, -1], before[:, :, -1])
+    assert torch.equal(turning[..., rotary:], before[:, :, :-1, rotary:])
+    assert_guards_untouched(whole)
+    rope_(turning, cos.float(), sin.float(), inverse=True)
+    # there and back: the gradient of a rotation is its inverse, each way rounds once
+    assert_near(turning, before[:, :, :-1].double(), backward=True)
+
+
+def test_rope_takes_positions_and_head_transposed_views() -> None:
+    x = draw(6, 3, 2, 8)
+    position = torch.tensor([0, 1, 2, 0, 1, 0])
+    cos, sin = tables(5, 8)
+    want = turned(x, cos[position], sin[position])
+    assert_near(rope_(x.clone(), cos.float(), sin.float(), position), want)
+    transposed = x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    assert_near(rope_(transposed, cos.float(), sin.float(), position.int()), want)
+
+
+def test_rope_bits_and_errors() -> None:
+    x = draw(3, 4, 5, 16)
+    cos, sin = (table.float() for table in tables(3, 16))
+    assert_same_bits(lambda: [rope_(x.clone(), cos, sin)])
+    with pytest.raises(ValueError, match="tables turn 16 elements, a head has 8"):
+        rope_(draw(3, 1, 1, 8), cos, sin)
+    with pytest.raises(ValueError, match="cos and sin must be contiguous"):
+        rope_(x, cos[:, ::2], sin[:, ::2])

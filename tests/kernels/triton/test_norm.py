@@ -1,0 +1,141 @@
+"""add + RMSNorm and add + LayerNorm in Triton against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megalite.kernels.triton_norm import column_sum, norm_backward, norm_forward
+from torch import Tensor
+
+from tests.kernels.triton.kit import (
+    DTYPES,
+    assert_near,
+    assert_same_bits,
+    draw,
+    exact,
+    far_rows,
+    rows_of_wider,
+)
+
+EPS = 1e-5
+
+
+def plain(
+    s: Tensor, weight: Tensor, bias: Tensor | None, offset: float, center: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean = s.mean(1) if center else torch.zeros(len(s), dtype=s.dtype)
+    n = s - mean[:, None]
+    rstd = (n.square().mean(1) + EPS).rsqrt()
+    y = n * rstd[:, None] * (weight + offset)
+    return (y if bias is None else y + bias), mean, rstd
+
+
+CASES = [  # tokens, columns, add, bias, offset, center
+    (5, 33, True, False, 0.0, False),
+    (3, 1000, False, False, 1.0, False),
+    (70, 64, True, True, 0.0, True),
+    (1, 1025, True, True, 1.0, True),
+    (6, 1, False, False, 0.0, False),
+    (3, 8200, True, False, 0.0, False),  # the weight gradient has a pass of its own
+    (3, 8200, False, True, 0.0, True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_norm_and_its_gradients(case: tuple, dtype: torch.dtype) -> None:
+    tokens, columns, add, with_bias, offset, center = case
+    x = rows_of_wider(draw(tokens, columns, dtype=dtype)) + 0.5
+    residual = draw(tokens, columns, dtype=dtype, seed=1) if add else None
+    weight = draw(columns, dtype=dtype, seed=2)
+    bias = draw(columns, dtype=dtype, seed=3) if with_bias else None
+    y, s, mean, rstd = norm_forward(
+        x, weight, EPS, residual_TD=residual, bias_D=bias, offset=offset, center=center
+    )
+    assert torch.equal(s, x + residual if add else x)
+    s64, weight64, bias64 = exact(s), exact(weight), exact(bias)
+    y64, mean64, rstd64 = plain(s64, weight64, bias64, offset, center)
+    assert y.dtype == dtype
+    assert_near(y, y64)
+    assert_near(rstd, rstd64)
+    if center:
+        assert_near(mean, mean64)
+
+    dy = rows_of_wider(draw(tokens, columns, dtype=dtype, seed=4))
+    ds = draw(tokens, columns, dtype=dtype, seed=5) if add else None
+    dx, dweights, dbiases = norm_backward(
+        dy,
+        s,
+        weight,
+        rstd,
+        mean_T=mean,
+        ds_TD=ds,
+        offset=offset,
+        with_bias=with_bias,
+        programs=2,
+    )
+    loss = (y64 * dy.double()).sum() + (0 if ds is None else (s64 * ds.double()).sum())
+    loss.backward()
+    if columns > 1:  # a norm over one column is constant but for eps: nothing to compare
+        assert_near(dx, s64.grad, backward=True)
+    dweight = column_sum(dweights, torch.empty(columns))
+    assert_near(dweight, weight64.grad, backward=True)
+    if with_bias:
+        assert_near(column_sum(dbiases, torch.empty(columns)), bias64.grad, backward=True)
+
+
+def test_column_sum_adds_to_a_buffer_and_casts() -> None:
+    partial, buffer = draw(37, 130), draw(130, seed=1)
+    want = buffer.double() + partial.double().sum(0)
+    assert_near(column_sum(partial, buffer.clone(), accumulate=True), want)
+    low = column_sum(partial, torch.empty(130, dtype=torch.bfloat16))
+    assert_near(low, partial.double().sum(0))
+
+
+@pytest.mark.parametrize("columns", [40, 8200])
+def test_bits_do_not_depend_on_the_run(columns: int) -> None:
+    x, residual, dy = (draw(50 if columns < 99 else 5, columns, seed=i) for i in range(3))
+    weight = draw(columns)
+
+    def run() -> list[Tensor | None]:
+        y, s, mean, rstd = norm_forward(x, weight, EPS, residual_TD=residual, center=True)
+        dx, dweights, _ = norm_backward(dy, s, weight, rstd, mean_T=mean, programs=3)
+        return [y, dx, column_sum(dweights, torch.empty(columns))]
+
+    assert_same_bits(run, overflow=columns < 99)
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
+    x, weight = torch.empty(0, 8), draw(8)
+    y, s, _, rstd = norm_forward(x, weight, EPS)
+    assert y.shape == (0, 8)
+    _, dweights, _ = norm_backward(y, s, weight, rstd)
+    assert torch.equal(column_sum(dweights, torch.empty(8)), torch.zeros(8))
+
+
+def test_expanded_gradients_are_accepted() -> None:
+    x, weight = draw(4, 16), draw(16)
+    _, s, _, rstd = norm_forward(x, weight, EPS)
+    expanded = torch.tensor(2.0).expand(4, 16)
+    dx, _, _ = norm_backward(expanded, s, weight, rstd)
+    want, _, _ = norm_backward(expanded.contiguous(), s, weight, rstd)
+    assert torch.equal(dx, want)
+
+
+def test_rows_beyond_two_to_the_31_elements() -> None:
+    """A row stride of 2^30: the third row lies past what 32 bits can address."""
+    x = far_rows(draw(3, 16, dtype=torch.bfloat16))
+    weight = torch.ones(16)
+    y, _, _, _ = norm_forward(x, weight, EPS)
+    assert torch.equal(y, norm_forward(x.contiguous(), weight, EPS)[0])
+
+
+def test_errors_name_the_tensor_and_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"rms_norm: x is torch.float64.*backend=reference"):
+        norm_forward(draw(2, 4).double(), draw(4), EPS)
+    with pytest.raises(ValueError, match=r"last dimension of x has stride 2.*contiguous"):
+        norm_forward(draw(4, 2).t(), draw(4), EPS)
+    with pytest.raises(ValueError, match=r"weight has shape \(5,\), expected \(4,\)"):
+        norm_forward(draw(2, 4), draw(5), EPS)
+    with pytest.raises(ValueError, match="1 to 16384"):
+        norm_forward(draw(1, 16385), draw(16385), EPS)
