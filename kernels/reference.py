@@ -294,15 +294,30 @@ def _row_blocks(logits_Tv: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, logits_Tv.shape[0], rows)]
 
 
+def _smoothing_share(smoothing: float, vocab_size: int | None) -> float:
+    """What every token of the vocabulary gets of the label's weight."""
+    if smoothing and not vocab_size:
+        raise ValueError("cross_entropy: smoothing needs vocab_size, the number of true tokens")
+    return smoothing / vocab_size if smoothing and vocab_size else 0.0
+
+
 def cross_entropy_stats(
-    logits_Tv: Tensor, label_T: Tensor, first_column: int, num_columns: int
+    logits_Tv: Tensor,
+    label_T: Tensor,
+    first_column: int,
+    num_columns: int,
+    *,
+    smoothing: float = 0.0,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """What a vocabulary shard knows of the loss: [T, 3] = max, sum of exp(x - max), target.
 
     Columns are tokens first_column ... first_column + num_columns - 1 of the vocabulary; further
-    columns are padding and left out. target is 0 where the label lies in another shard. A shard of
-    padding alone gives max = -inf, sum = 0.
+    columns are padding and left out. target is the label's logit, 0 where the label lies in another
+    shard; with smoothing e over `vocab_size` = V tokens it is (1 - e) times that, plus e / V times
+    the sum of the shard's logits. A shard of padding alone gives max = -inf, sum = 0.
     """
+    share = _smoothing_share(smoothing, vocab_size)
     dtype = _sum_dtype(logits_Tv.dtype)
     stats_T3 = logits_Tv.new_zeros(logits_Tv.shape[0], 3, dtype=dtype)
     if num_columns == 0:
@@ -314,9 +329,12 @@ def cross_entropy_stats(
         column = label_T[block] - first_column
         owned = (column >= 0) & (column < num_columns)
         target = x.gather(1, column.clamp(0, num_columns - 1).unsqueeze(1)).squeeze(1)
+        target = target.where(owned, 0.0)
+        if smoothing:
+            target = target.mul_(1.0 - smoothing).add_(x.sum(1), alpha=share)
         stats_T3[block, 0] = maximum.squeeze(1)
         stats_T3[block, 1] = (x - maximum).exp_().sum(1)
-        stats_T3[block, 2] = target.where(owned, 0.0)
+        stats_T3[block, 2] = target
     return stats_T3
 
 
@@ -335,18 +353,31 @@ def cross_entropy_grad_(
     dloss_T: Tensor,
     first_column: int,
     num_columns: int,
+    *,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
+    vocab_size: int | None = None,
 ) -> Tensor:
-    """Overwrite logits with their gradient dloss * (softmax - onehot); padding columns get 0."""
+    """Overwrite logits with their gradient dloss * (softmax - onehot); padding columns get 0.
+
+    With z-loss factor z and smoothing e over V tokens it is
+    dloss * ((1 + 2 z lse) * softmax - (1 - e) * onehot - e / V).
+    """
+    share = _smoothing_share(smoothing, vocab_size)
     for block in _row_blocks(logits_Tv):
         x = logits_Tv[block, :num_columns]
         scale = dloss_T[block].unsqueeze(1)
         column = label_T[block] - first_column
         owned = (column >= 0) & (column < num_columns)
         p = x if x.dtype == lse_T.dtype else x.to(lse_T.dtype)
-        p.sub_(lse_T[block].unsqueeze(1)).exp_().mul_(scale)
+        lse = lse_T[block].unsqueeze(1)
+        p.sub_(lse).exp_().mul_(scale * (1.0 + 2.0 * z_loss * lse) if z_loss else scale)
+        if smoothing:
+            p.sub_(scale * share)
         if num_columns:
             index = column.clamp(0, num_columns - 1).unsqueeze(1)
-            p.scatter_add_(1, index, -(scale * owned.unsqueeze(1)))
+            hit = owned.unsqueeze(1) * (1.0 - smoothing) if smoothing else owned.unsqueeze(1)
+            p.scatter_add_(1, index, -(scale * hit))
         if p is not x:
             x.copy_(p)
     logits_Tv[:, num_columns:] = 0

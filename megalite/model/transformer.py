@@ -23,6 +23,8 @@ from megalite.model.sequence import Sequences
 from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 from megalite.tensor_parallel.cross_entropy import (
+    PLAIN,
+    LossExtras,
     VocabShard,
     chunked_linear_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -70,6 +72,7 @@ class Transformer(nn.Module):
         last: bool = True,
         recompute: Recompute = "none",
         loss_chunk_tokens: int = 0,
+        extras: LossExtras = PLAIN,
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp
@@ -104,7 +107,7 @@ class Transformer(nn.Module):
                 spec = ShardSpec("embedding.weight", vocab, 0, shared=True, copy=True)
             weight = self.embedding.weight if tied and alone else None
             self.head = ColumnParallelLinear(tp, "head", vocab, spec=spec, weight=weight)
-            self.vocab = VocabShard(tp, config.vocab_size, config.padded_vocab_size)
+            self.vocab = VocabShard(tp, config.vocab_size, config.padded_vocab_size, extras)
 
     @property
     def grads(self) -> GradStore:
@@ -155,7 +158,9 @@ class Transformer(nn.Module):
             return x
         self._before(len(self.layers) + 1)
         loss_T = self.loss(self.final_norm(x), batch.label_T)
-        return torch.dot(loss_T, batch.weight_T.to(loss_T.dtype))
+        weight_T = batch.weight_T.to(loss_T.dtype)
+        self.vocab.tally(weight_T)
+        return torch.dot(loss_T, weight_T)
 
     def hidden(
         self,
@@ -184,7 +189,7 @@ class Transformer(nn.Module):
         return self.embedding_dropout(x, dropout)
 
     def loss(self, x: Tensor, label_T: Tensor) -> Tensor:
-        """Per-token loss [T] of normed hidden states."""
+        """Per-token loss [T] of normed hidden states, with the extras while training."""
         if self.loss_chunk_tokens:
             return chunked_linear_cross_entropy(
                 x, self.head.weight, label_T, self.vocab, self.loss_chunk_tokens

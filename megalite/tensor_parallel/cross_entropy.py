@@ -1,14 +1,22 @@
-"""Cross entropy over logits whose vocabulary is split over tp, per token.
+"""Cross entropy over logits whose vocabulary is split over tp, per token, and what may be added.
 
 Each shard reduces its logits to three numbers a token (maximum, sum of exponentials, target
 logit); one all-gather of [T, 3] merges them. Neither a gathered nor a float32 copy of the logits is
 ever made, and the gradient overwrites the logits.
+
+Extras, for training alone (a loss without gradients is always the plain one):
+
+* label smoothing e: the target is (1 - e) * logit[label] + e * mean of the logits over the true
+  vocabulary, padding left out (Szegedy et al. 2016);
+* z-loss z: each token adds z * log-sum-exp^2, which keeps the logits from drifting (Chowdhery et
+  al. 2022, PaLM).
 
 Shapes: T tokens, D model, v = padded vocabulary / tp; t = T / tp.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,49 +27,122 @@ from megalite.distributed import comm
 from megalite.tensor_parallel.context import TensorParallel
 
 
-class VocabShard:
-    """Which columns of the true vocabulary this rank's logits hold; the rest is padding."""
+@dataclass(frozen=True)
+class LossExtras:
+    """What is added to the cross entropy; nothing by default."""
 
-    def __init__(self, tp: TensorParallel, vocab_size: int, padded_vocab_size: int) -> None:
-        self.tp = tp
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+PLAIN = LossExtras()
+
+
+class VocabShard:
+    """Which columns of the true vocabulary this rank's logits hold; the rest is padding.
+
+    `extras` hold while gradients are recorded. With z-loss, `parts_T` are the cross entropy and the
+    z-loss [T] of the last call, and `tally` adds them up for the log.
+    """
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        vocab_size: int,
+        padded_vocab_size: int,
+        extras: LossExtras = PLAIN,
+    ) -> None:
+        self.tp, self.vocab_size, self._extras = tp, vocab_size, extras
+        self.parts_T: tuple[Tensor, Tensor] | None = None
+        self._sums = torch.zeros(2, dtype=torch.float64, device=tp.device)
         width = padded_vocab_size // tp.axis.size
         self.first_column = width * tp.axis.rank
         self.num_columns = min(width, max(0, vocab_size - self.first_column))
 
-    def stats(self, logits_Tv: Tensor, label_T: Tensor) -> Tensor:
-        return kernels.cross_entropy_stats(logits_Tv, label_T, self.first_column, self.num_columns)
+    @property
+    def extras(self) -> LossExtras:
+        """The extras of a loss that is computed now."""
+        return self._extras if torch.is_grad_enabled() else PLAIN
 
-    def combine(self, stats_T3: Tensor) -> tuple[Tensor, Tensor]:
+    def stats(self, logits_Tv: Tensor, label_T: Tensor, extras: LossExtras) -> Tensor:
+        return kernels.cross_entropy_stats(
+            logits_Tv,
+            label_T,
+            self.first_column,
+            self.num_columns,
+            smoothing=extras.label_smoothing,
+            vocab_size=self.vocab_size,
+        )
+
+    def combine(self, stats_T3: Tensor, extras: LossExtras) -> tuple[Tensor, Tensor]:
         """(loss[T], log-sum-exp[T]) of the whole vocabulary; the same bits on every tp rank."""
         stats = comm.all_gather(stats_T3, self.tp.axis)
-        return kernels.cross_entropy_combine(stats.view(self.tp.axis.size, *stats_T3.shape))
+        stats_rT3 = stats.view(self.tp.axis.size, *stats_T3.shape)
+        loss_T, lse_T = kernels.cross_entropy_combine(stats_rT3)
+        self.parts_T = None
+        if extras.z_loss:
+            z_T = lse_T.square() * extras.z_loss
+            self.parts_T = (loss_T, z_T)
+            loss_T = loss_T + z_T
+        return loss_T, lse_T
 
-    def grad_(self, logits_Tv: Tensor, label_T: Tensor, lse_T: Tensor, dloss_T: Tensor) -> Tensor:
+    def grad_(
+        self,
+        logits_Tv: Tensor,
+        label_T: Tensor,
+        lse_T: Tensor,
+        dloss_T: Tensor,
+        extras: LossExtras,
+    ) -> Tensor:
         return kernels.cross_entropy_grad_(
-            logits_Tv, label_T, lse_T, dloss_T, self.first_column, self.num_columns
+            logits_Tv,
+            label_T,
+            lse_T,
+            dloss_T,
+            self.first_column,
+            self.num_columns,
+            z_loss=extras.z_loss,
+            smoothing=extras.label_smoothing,
+            vocab_size=self.vocab_size,
         )
+
+    @torch.no_grad()
+    def tally(self, weight_T: Tensor) -> None:
+        """Add the last call's parts, weighted, to the sums that `take_parts` returns."""
+        if self.parts_T is not None:
+            self._sums += torch.stack([torch.dot(part, weight_T) for part in self.parts_T])
+            self.parts_T = None
+
+    def take_parts(self) -> Tensor:
+        """(cross entropy, z-loss) summed since the last call, float64; only with z-loss."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        return sums
 
 
 def vocab_parallel_cross_entropy(logits_Tv: Tensor, label_T: Tensor, shard: VocabShard) -> Tensor:
     """Loss[T] = log-sum-exp(logits) - logits[label], float32 (float64 for float64 logits).
 
-    The backward overwrites `logits_Tv` with its gradient, so the logits serve once.
+    With the shard's extras added. The backward overwrites `logits_Tv` with its gradient, so the
+    logits serve once.
     """
-    return _CrossEntropy.apply(logits_Tv, label_T, shard)
+    return _CrossEntropy.apply(logits_Tv, label_T, shard, shard.extras)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, label_T: Tensor, shard: VocabShard) -> Tensor:
-        loss_T, lse_T = shard.combine(shard.stats(logits_Tv, label_T))
+    def forward(
+        ctx: Any, logits_Tv: Tensor, label_T: Tensor, shard: VocabShard, extras: LossExtras
+    ) -> Tensor:
+        loss_T, lse_T = shard.combine(shard.stats(logits_Tv, label_T, extras), extras)
         ctx.save_for_backward(logits_Tv, label_T, lse_T)
-        ctx.shard = shard
+        ctx.shard, ctx.extras = shard, extras
         return loss_T
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None]:
         logits_Tv, label_T, lse_T = ctx.saved_tensors
-        return ctx.shard.grad_(logits_Tv, label_T, lse_T, dloss_T), None, None
+        grad_Tv = ctx.shard.grad_(logits_Tv, label_T, lse_T, dloss_T, ctx.extras)
+        return grad_Tv, None, None, None
 
 
 def chunked_linear_cross_entropy(
@@ -72,7 +153,7 @@ def chunked_linear_cross_entropy(
     x: [T, D], or [t, D] under sequence parallelism. The backward computes each chunk's logits
     again, so that memory does not grow with T * V; each token has its own upstream gradient.
     """
-    return _ChunkedLinearCrossEntropy.apply(x, weight, label_T, shard, chunk_tokens)
+    return _ChunkedLinearCrossEntropy.apply(x, weight, label_T, shard, chunk_tokens, shard.extras)
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -84,18 +165,19 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         label_T: Tensor,
         shard: VocabShard,
         chunk_tokens: int,
+        extras: LossExtras,
     ) -> Tensor:
         tp = shard.tp
         x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
         chunks = [slice(i, i + chunk_tokens) for i in range(0, len(x_TD), chunk_tokens)]
-        stats = [shard.stats(kernels.linear(x_TD[c], weight), label_T[c]) for c in chunks]
-        loss_T, lse_T = shard.combine(torch.cat(stats))
+        stats = [shard.stats(kernels.linear(x_TD[c], weight), label_T[c], extras) for c in chunks]
+        loss_T, lse_T = shard.combine(torch.cat(stats), extras)
         ctx.save_for_backward(x, weight, label_T, lse_T)
-        ctx.weight, ctx.shard, ctx.chunks = weight, shard, chunks
+        ctx.weight, ctx.shard, ctx.chunks, ctx.extras = weight, shard, chunks, extras
         return loss_T
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight_vD, label_T, lse_T = ctx.saved_tensors
         shard: VocabShard = ctx.shard
         tp = shard.tp
@@ -105,7 +187,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         def accumulate(buffer_vD: Tensor | None) -> None:
             for c in ctx.chunks:
                 logits = kernels.linear(x_TD[c], weight_vD)
-                dlogits = shard.grad_(logits, label_T[c], lse_T[c], dloss_T[c])
+                dlogits = shard.grad_(logits, label_T[c], lse_T[c], dloss_T[c], ctx.extras)
                 dx_TD[c] = kernels.linear_input_grad(dlogits, weight_vD)
                 if buffer_vD is not None:
                     kernels.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
@@ -115,4 +197,4 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         else:
             accumulate(None)
         reduce = comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce
-        return reduce(dx_TD, tp.axis), None, None, None, None
+        return reduce(dx_TD, tp.axis), None, None, None, None, None

@@ -27,11 +27,17 @@ def all_equal(digest: str, mesh: Mesh) -> bool:
     return int(ends[0]) == -int(ends[1])
 
 
-def require_same_config(config: RunConfig, mesh: Mesh) -> None:
-    """ConfigError on every rank, naming rank and setting, unless all ranks' configs are equal."""
+def require_same_config(
+    config: RunConfig, mesh: Mesh, accept: frozenset[str] = frozenset()
+) -> None:
+    """ConfigError on every rank, naming rank and setting, unless all ranks' configs are equal.
+
+    So must be the changes that they accept (`--accept`).
+    """
     settings: dict[str, Any] = json.loads(
         json.dumps({n: value_of(config, n) for n in keys()}, default=Section.model_dump)
     )
+    settings["--accept"] = ",".join(sorted(accept)) or None
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if all_equal(digest, mesh):
         return

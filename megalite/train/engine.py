@@ -6,7 +6,8 @@ benchmarks build the same object. Knows no files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -23,6 +24,7 @@ from megalite.pipeline.runtime import PipelineRuntime
 from megalite.pipeline.stage import Boundary
 from megalite.schedules import build
 from megalite.tensor_parallel.context import TensorParallel
+from megalite.tensor_parallel.cross_entropy import LossExtras
 from megalite.train.batch import TokenBatch
 
 
@@ -43,20 +45,24 @@ class Engine:
         tokens = config.train.micro_batch * config.data.seq_length
         if config.parallel.sequence_parallel:
             tokens //= mesh.tp.size
-        schedule = build(
-            str(config.pipeline.schedule),
-            config.parallel.pp,
-            config.parallel.vpp,
-            config.train.global_batch // (config.train.micro_batch * mesh.dp.size),
-        )
-        self.runtime = PipelineRuntime(
-            schedule,
-            self.chunks,
-            mesh,
-            Boundary((tokens, config.model.hidden_size), self.dtype),
-            on_last_backward_start=self.optimizer.expect_last,
-            on_reduce=self.optimizer.finish_chunk,
-        )
+        self._boundary = Boundary((tokens, config.model.hidden_size), self.dtype)
+        self._runtimes: dict[int, PipelineRuntime] = {}  # by microbatches of a step
+        per_replica = config.train.micro_batch * mesh.dp.size
+        self.runtime = self._runtime_for(config.train.global_batch // per_replica)
+
+    def _runtime_for(self, num_micro_batches: int) -> PipelineRuntime:
+        """The pipeline for a number of microbatches; all ranks make it at the same point."""
+        if num_micro_batches not in self._runtimes:
+            config, parallel = self.config, self.config.parallel
+            self._runtimes[num_micro_batches] = PipelineRuntime(
+                build(str(config.pipeline.schedule), parallel.pp, parallel.vpp, num_micro_batches),
+                self.chunks,
+                self.mesh,
+                self._boundary,
+                on_last_backward_start=self.optimizer.expect_last,
+                on_reduce=self.optimizer.finish_chunk,
+            )
+        return self._runtimes[num_micro_batches]
 
     def forward_backward(self, batches: Sequence[TokenBatch]) -> Tensor:
         """Gradients of a step's microbatches; this rank's part of the loss (0 off the last stage).
@@ -64,7 +70,8 @@ class Engine:
         Returns float64, on the device: the sum of the microbatches' losses, in order.
         """
         self.optimizer.begin_step()
-        return self._total(self.runtime.run(batches))
+        self.runtime = self._runtime_for(len(batches))
+        return self._total(self.runtime.run(batches, loss_scale=self.optimizer.loss_scale))
 
     def train_step(self, batches: Sequence[TokenBatch], lr: float) -> tuple[Tensor, StepResult]:
         """`forward_backward`, then one optimizer step with rate `lr`."""
@@ -75,6 +82,15 @@ class Engine:
     def forward_only(self, batches: Sequence[TokenBatch]) -> Tensor:
         """This rank's part of the loss of some microbatches, float64; no gradients."""
         return self._total(self.runtime.run_forward(batches))
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """The weights that `eval.weights` asks for, inside the block; all ranks enter it."""
+        if self.config.eval.weights == "ema":
+            with self.optimizer.averaged_weights():
+                yield
+        else:
+            yield
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -107,6 +123,7 @@ def build_chunks(config: RunConfig, mesh: Mesh, dtype: torch.dtype) -> list[Tran
             last=stage == len(counts) - 1,
             recompute=config.train.recompute,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
+            extras=LossExtras(config.train.z_loss, config.train.label_smoothing),
         )
         init_params(
             chunk.named_params(), config.model, config.train.seed, mesh.tp.size, mesh.tp.rank

@@ -31,7 +31,7 @@ _USER_ERROR, _ERROR = 2, 1
 _WATCH_SHARE = 0.5
 
 
-def train_command(loaded: Loaded, *, local: bool) -> None:
+def train_command(loaded: Loaded, *, local: bool, accept: frozenset[str] = frozenset()) -> None:
     """Run a config to its end and exit with the run's code (0, or 75 when saved on a signal)."""
     launch = read_launch()
     if local and launch.source != "single":
@@ -48,15 +48,17 @@ def train_command(loaded: Loaded, *, local: bool) -> None:
         # Autograd imports this at the first backward, a second's work: here once for all forks.
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
         timeout_s = config.train.timeout_s
-        sys.exit(run_local(train_rank, _world_size(config), (config,), timeout_s=timeout_s))
+        sys.exit(run_local(train_rank, _world_size(config), (config, accept), timeout_s=timeout_s))
     _require_launcher(config, launch)
     device = pick_device(launch)
     if launch.world_size == 1:
-        sys.exit(train_rank(launch, device, config))
-    _run_launched(launch, device, config)
+        sys.exit(train_rank(launch, device, config, accept))
+    _run_launched(launch, device, config, accept)
 
 
-def _run_launched(launch: Launch, device: torch.device, config: RunConfig) -> None:
+def _run_launched(
+    launch: Launch, device: torch.device, config: RunConfig, accept: frozenset[str]
+) -> None:
     """One of several ranks that a launcher started: run, tell what went wrong, end the process.
 
     A failed rank ends at once: leaving the process group, or a normal exit of the interpreter, may
@@ -64,7 +66,7 @@ def _run_launched(launch: Launch, device: torch.device, config: RunConfig) -> No
     """
     try:
         init_process(launch, device, config.train.timeout_s)
-        code = train_rank(launch, device, config)
+        code = train_rank(launch, device, config, accept)
         end_process()
     except MegaliteError as error:
         code = _USER_ERROR
@@ -78,15 +80,23 @@ def _run_launched(launch: Launch, device: torch.device, config: RunConfig) -> No
     os._exit(code)
 
 
-def train_rank(launch: Launch, device: torch.device, config: RunConfig) -> int:
-    """One rank's run, inside its process group; returns the run's exit code."""
+def train_rank(
+    launch: Launch,
+    device: torch.device,
+    config: RunConfig,
+    accept: frozenset[str] = frozenset(),
+) -> int:
+    """One rank's run, inside its process group; returns the run's exit code.
+
+    `accept`: settings that may differ from those of the checkpoint to resume from.
+    """
     parallel, timeout_s = config.parallel, config.train.timeout_s
     topology = Topology(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
     mesh = Mesh(topology, device, timeout_s=timeout_s)
-    require_same_config(config, mesh)
+    require_same_config(config, mesh, accept)
     mesh.create()
     with Watch(mesh.ledger, timeout_s * _WATCH_SHARE, _say):
-        return Trainer(config, mesh).run()
+        return Trainer(config, mesh, accept=accept).run()
 
 
 def _say(line: str) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config import RunConfig
+from megalite.config_extras import require_extras
 from megalite.config_text import to_toml
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
@@ -37,10 +38,13 @@ from megalite.train.changes import Changed, as_records
 from megalite.train.console import Console
 from megalite.train.datasets import open_batches, require_same_data
 from megalite.train.engine import Engine
+from megalite.train.param_stats import ParamStats
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike, SpikeGuard
 from megalite.train.resume import resume
 from megalite.train.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
+from megalite.train.sinks import Recorder
 from megalite.train.step_clock import StepClock, drain_part
+from megalite.train.step_lines import StepLines
 from megalite.train.weights import load_weights
 
 
@@ -68,6 +72,7 @@ class Trainer:
         console: Console | None = None,
         accept: frozenset[str] = frozenset(),
     ) -> None:
+        require_extras(config)
         self.config, self.mesh = config, mesh
         self.folder = Path(config.out) / config.name
         self.console = console or Console(quiet=mesh.rank != 0)
@@ -83,7 +88,9 @@ class Trainer:
         self.skips: Counter[str] = Counter()  # steps without an update so far, by reason
         self.step = 0  # steps done
         self.saved_step: int | None = None
-        self.metrics: records.MetricsFile | None = None
+        self.metrics: Recorder | None = None
+        self.lines = StepLines(config, self.device, self.total_steps)
+        self.stats = ParamStats(self.engine.optimizer, mesh)
         self._lock: TextIO | None = None
         self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
 
@@ -105,6 +112,7 @@ class Trainer:
         try:
             with SignalFlag() as flag:
                 self._resume()
+                self.lines = StepLines(self.config, self.device, self.total_steps)
                 if self.mesh.rank == 0:
                     self._open_folder()
                 done, total = self._progress(self.step), self._progress(self.total_steps)
@@ -150,12 +158,15 @@ class Trainer:
         ledger.phase = "optimizer"
         lr = learning_rate(self.step, config.optimizer, self.total_steps, self.tokens_before)
         spike = self._judge(loss)
+        before = self.stats.before() if self._measures_parameters() else None
+        clock.lap("other")
         result = self._update(lr, spike)
         clock.lap("optimizer")
         ledger.phase = "step edge"
+        measured = {} if before is None else self.stats.after(before, result)
         edge = self._agree(loss, flag)
         self.step += 1
-        self._report(edge, lr=lr, valid=valid, result=asdict(result))
+        self._report(edge, lr=lr, valid=valid, result=result, measured=measured)
         if result.skipped:
             self._count_skip(result, spike)
         return edge
@@ -201,11 +212,23 @@ class Trainer:
             total[0], total[1] > 0, wall_s, dict(zip(times.parts_s, parts_s, strict=True))
         )
 
-    def _report(self, edge: StepEdge, lr: float, valid: int, result: dict[str, Any]) -> None:
+    def _measures_parameters(self) -> bool:
+        """Whether the step under way is one whose parameters `log` wants measured."""
+        interval = self.config.log.param_stats_interval
+        return interval > 0 and (self.step + 1) % interval == 0
+
+    def _report(
+        self,
+        edge: StepEdge,
+        lr: float,
+        valid: int,
+        result: StepResult,
+        measured: dict[str, Any],
+    ) -> None:
         """Write the step's line; a skipped step says so in a line of its own."""
         if self.metrics is None:
             return
-        seq_length, total_steps = self.config.data.seq_length, self.total_steps
+        seq_length = self.config.data.seq_length
         batch, samples = self.plan.global_batch(self.step - 1), self.plan.first_sample(self.step)
         tokens = batch * seq_length
         rates = metrics.step_rates(
@@ -214,8 +237,9 @@ class Trainer:
         line = {
             "step": self.step,
             "loss": edge.loss,
-            "grad_norm": result["grad_norm"],
+            "grad_norm": result.grad_norm,
             "lr": lr,
+            "loss_scale": result.loss_scale,
             "step_time_s": edge.wall_s,
             "tokens": tokens,
             "loss_tokens": valid,
@@ -225,10 +249,12 @@ class Trainer:
             "consumed_samples": samples,
             "consumed_tokens": samples * seq_length,
             **{f"time_{part}_s": edge.parts_s[part] for part in records.TIME_PARTS},
+            **measured,
         }
         self.metrics.write("step", **line)
-        if self.step % self.config.log.interval == 0 or self.step == total_steps:
-            self.console.print(metrics.step_line(line, total_steps, self.device))
+        text = self.lines.step(line, result.skipped)
+        if text is not None:
+            self.console.print(text)
         self.console.advance(self._progress(self.step))
 
     def _progress(self, step: int) -> int:
@@ -265,10 +291,7 @@ class Trainer:
             self.metrics.write(
                 "eval", step=self.step, name="validation", loss=loss, tokens=round(tokens)
             )
-            self.console.print(
-                f"step {self.step:5d}/{self.total_steps}  validation loss {loss:.4f} "
-                f"over {round(tokens)} tokens"
-            )
+            self.console.print(self.lines.evaluation(self.step, "validation", loss, round(tokens)))
         return loss
 
     def _save(self) -> None:
@@ -311,7 +334,7 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = records.lock_folder(self.folder)
             (self.folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-            self.metrics = records.MetricsFile(self.folder / "metrics.jsonl")
+            self.metrics = Recorder(self.folder, self.config, self.console.print)
             self.console.open_log(self.folder / "log.txt")
         except OSError as error:
             raise ConfigError(
@@ -365,7 +388,7 @@ class Trainer:
     def _close(self, code: int, reason: str) -> None:
         if self.metrics is not None:
             self.metrics.write("end", step=self.step, reason=reason, exit_code=code)
-            self.metrics.close()
+            self.metrics.close(code)
             self.metrics = None
         if self._lock is not None:
             self._lock.close()

@@ -1,0 +1,145 @@
+"""What differs between a checkpoint's settings and the present ones, and whether that is allowed.
+
+The table of what may differ is config_resume.py's. The end of the run and of the decay may move
+freely as long as the learning rate of no step moves: a run may always be made longer or shorter
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalite.batch_plan import BatchPlan, batch_plan, horizon_steps
+from megalite.config import RunConfig
+from megalite.config_keys import keys, toml_value, value_of
+from megalite.config_resume import ALL_LISTED, DATA, HORIZON, Change, may_change
+from megalite.errors import CheckpointError
+from megalite.lr_phases import Phases, lr_phases
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A setting that differs; `needs` says what lets it pass."""
+
+    name: str
+    old: Any
+    new: Any
+    needs: Change
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.name} is {toml_value(self.new)}, saved with {toml_value(self.old)}{self.note}"
+        )
+
+
+def saved_config(tree: dict[str, Any], where: str) -> RunConfig:
+    """A checkpoint's settings; those it does not know yet have their defaults."""
+    try:
+        return RunConfig.model_validate(_known("", tree), strict=False)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(str(part) for part in problem["loc"])
+        raise CheckpointError(
+            f"{where}: its setting {name} is not one of this version ({problem['msg']}); resume "
+            "with the version that saved it"
+        ) from None
+
+
+def changed_settings(old: RunConfig, new: RunConfig, plan: BatchPlan, step: int) -> list[Changed]:
+    """Every setting that differs between a checkpoint of `step` and now, whose plan is `plan`."""
+    before, now = _phases(old, batch_plan(old)), _phases(new, plan)
+    position = step if now.unit == "steps" else plan.first_sample(step) * new.data.seq_length
+    moved = not _same_rates(before, now, new.optimizer.lr_schedule, position)
+    note = (
+        f" (the learning rate's decay ended after {before.end} {before.unit}; to train for longer "
+        f"only, keep its curve with optimizer.decay_{before.unit}={before.end})"
+    )
+    changed = []
+    for name in keys():
+        was, is_now = _plain(value_of(old, name)), _plain(value_of(new, name))
+        if was == is_now:
+            continue
+        if name in HORIZON:
+            changed.append(Changed(name, was, is_now, *(("accept", note) if moved else ("free",))))
+        else:
+            changed.append(Changed(name, was, is_now, may_change(name)))
+    return changed
+
+
+def changed_data(old: str, new: str, path: str) -> list[Changed]:
+    """The dataset's content, by fingerprint."""
+    note = f" (fingerprints of the content of {path}; it is another dataset now)"
+    return [Changed(DATA, old, new, "accept", note)] if old != new else []
+
+
+def refuse(changed: Sequence[Changed], accept: frozenset[str], where: str) -> None:
+    """CheckpointError, all lines at once, unless what needs it is accepted."""
+    never = [c for c in changed if c.needs == "never"]
+    listed = [c for c in changed if c.needs == "accept"]
+    refused = [c for c in listed if c.name not in accept and ALL_LISTED not in accept]
+    if not never and not refused:
+        return
+    lines = [f"{where} was saved with other settings"]
+    lines += [f"{c.text} (cannot change within a run)" for c in never]
+    lines += [c.text for c in refused]
+    if not never:
+        names = ",".join(c.name for c in listed)
+        lines.append(
+            f"restore the settings, start a run with another name, or change them from here on "
+            f"with --accept {names}"
+        )
+    else:
+        lines.append("restore the settings, or start a run with another name")
+    raise CheckpointError("\n".join(lines))
+
+
+def unused(changed: Sequence[Changed], accept: frozenset[str]) -> list[str]:
+    """Names that were accepted and did not change."""
+    return sorted(accept - {c.name for c in changed} - {ALL_LISTED})
+
+
+def as_records(changed: Sequence[Changed]) -> list[dict[str, Any]]:
+    """For the restart line of metrics.jsonl."""
+    return [
+        {"key": c.name, "old": c.old, "new": c.new, "accepted": c.needs == "accept"}
+        for c in changed
+    ]
+
+
+def _same_rates(before: Phases, now: Phases, schedule: str, position: int) -> bool:
+    """Whether moving the horizon leaves the learning rates of all steps alone, done or not."""
+    if schedule in ("constant", "inverse_sqrt"):
+        return True
+    if schedule == "wsd" and before.unit == now.unit:
+        # a plateau of another length, as long as the run is still on it
+        return position <= min(before.decay_start, now.decay_start) or before == now
+    return (before.unit, before.decay_start, before.end) == (now.unit, now.decay_start, now.end)
+
+
+def _phases(config: RunConfig, plan: BatchPlan) -> Phases:
+    length = config.data.seq_length
+    steps = horizon_steps(config, plan)
+    return lr_phases(config.optimizer, steps, lambda step: plan.first_sample(step) * length)
+
+
+def _known(prefix: str, value: Any) -> Any:
+    """A tree without the settings that this version does not have."""
+    if not isinstance(value, dict) or prefix.rstrip(".") in keys():
+        return value
+    names = [key for key in value if any(f"{k}.".startswith(f"{prefix}{key}.") for k in keys())]
+    return {key: _known(f"{prefix}{key}.", value[key]) for key in names}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON gives it back."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

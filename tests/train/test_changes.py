@@ -1,0 +1,164 @@
+"""Settings changed on purpose at a resume: listed, accepted, logged; the run goes on from there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config_keys import keys
+from megalite.config_resume import HORIZON, accepted, may_change
+from megalite.errors import ConfigError, MegaliteError
+from megalite.train.trainer import Trainer
+from tests.pool import RankPool
+from tests.train.kit import (
+    GLOBAL_BATCH,
+    LAYOUTS,
+    lines,
+    make_config,
+    train,
+    write_tokens,
+)
+
+PLACES = ("out", "data.path")  # the folder is a copy
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
+    """Data and a run that stopped at step 2 of 6."""
+    folder = tmp_path_factory.mktemp("changes")
+    write_tokens(folder / "data", 5 * GLOBAL_BATCH)
+    pool.run(train, 1, [(make_config(folder, "run"), 2)])
+    return folder
+
+
+@pytest.fixture
+def folder(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "copy"))
+
+
+def resumed(ctx: Any, folder: Path, accept: str, changes: dict[str, Any]) -> tuple[Any, list[int]]:
+    """Runs in a rank: (exit code or error, sample ids read)."""
+    config = make_config(folder, "run", **changes)
+    seen: list[int] = []
+    try:
+        trainer = Trainer(config, ctx.mesh(), accept=accepted([accept]))
+        read = trainer.train_batches.micro_batch
+
+        def listen(*place: Any) -> Any:
+            batch = read(*place)
+            seen.extend(batch.sample_ids.tolist())
+            return batch
+
+        trainer.train_batches.micro_batch = listen  # type: ignore[method-assign]
+        return trainer.run(), seen
+    except MegaliteError as error:
+        return str(error), seen
+
+
+def test_accepted_changes_take_effect_and_are_logged(pool: RankPool, folder: Path) -> None:
+    changes = {
+        "optimizer__lr": 5e-3,
+        "train__global_batch": 2 * GLOBAL_BATCH,
+        "train__micro_batch": 2,
+    }
+    ((error, seen),) = pool.run(resumed, 1, folder, "optimizer.lr", changes)
+    assert "train.global_batch is 8, saved with 4" in error
+    assert "--accept optimizer.lr,train.global_batch" in error
+    assert "optimizer.lr is" not in error
+    assert seen == []
+    names = "optimizer.lr,train.global_batch,train.seed"
+    ((code, seen),) = pool.run(resumed, 1, folder, names, changes)
+    assert code == 0
+
+    run = folder / "run"
+    (restart,) = lines(run, "restart")
+    assert (restart["step"], restart["attempt"]) == (2, 2)
+    assert [change for change in restart["changed"] if change["key"] not in PLACES] == [
+        {"key": "optimizer.lr", "old": 1e-2, "new": 5e-3, "accepted": True},
+        {"key": "train.global_batch", "old": 4, "new": 8, "accepted": True},
+        {"key": "train.micro_batch", "old": 1, "new": 2, "accepted": False},
+    ]
+    log = (run / "log.txt").read_text()
+    assert "accepted: optimizer.lr is 0.005, saved with 0.01\n" in log
+    assert "--accept train.seed: not changed\n" in log
+    steps = lines(run, "step")
+    assert [line["global_batch"] for line in steps] == [4, 4, 8, 8, 8, 8]
+    assert [line["consumed_samples"] for line in steps] == [4, 8, 16, 24, 32, 40]
+    assert steps[1]["lr"] == 1e-2
+    assert steps[2]["lr"] == 5e-3
+    # nothing is left out or read twice around the change: two epochs of 20 samples in all
+    ((first, before),) = pool.run(read_by_another, 1, folder)
+    assert first == 75
+    flat = before + seen
+    assert sorted(flat[:20]) == sorted(flat[20:]) == list(range(20))
+
+    # once saved, the new settings are the run's
+    ((code, _),) = pool.run(resumed, 1, folder, "", {**changes, "log__interval": 2})
+    assert code == 0
+    assert [change["key"] for change in lines(run, "restart")[-1]["changed"]] == ["log.interval"]
+
+
+def read_by_another(ctx: Any, folder: Path) -> tuple[Any, list[int]]:
+    """The samples of the first two steps, read again by a run of its own."""
+    (outcome,) = train(ctx, [(make_config(folder, "again"), 2)])
+    return outcome.code, [sample for step in range(2) for sample in outcome.sample_ids[step]]
+
+
+def test_all_listed_accepts_other_data_but_never_another_model(
+    pool: RankPool, folder: Path
+) -> None:
+    write_tokens(folder / "data", 5 * GLOBAL_BATCH, seed=1)
+    ((error, _),) = pool.run(resumed, 1, folder, "", {})
+    assert "data is " in error
+    assert "it is another dataset now" in error
+    assert error.endswith("with --accept data")
+    ((error, _),) = pool.run(resumed, 1, folder, "all-listed", {"model__ffn_hidden_size": 64})
+    assert "model.ffn_hidden_size is 64, saved with 48 (cannot change within a run)" in error
+    assert "--accept" not in error
+    ((code, _),) = pool.run(resumed, 1, folder, "all-listed", {"train__seed": 5})
+    assert code == 0
+    (restart,) = lines(folder / "run", "restart")
+    keys = [change["key"] for change in restart["changed"]]
+    assert [key for key in keys if key not in PLACES] == ["train.seed", "data"]
+
+
+def test_a_wsd_plateau_may_be_made_longer_until_it_ends(pool: RankPool, folder: Path) -> None:
+    wsd = {"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_steps": 2, "train__steps": 6}
+    ((code, _),) = pool.run(resumed, 1, folder, "all-listed", wsd)
+    assert code == 0
+    ((error, _),) = pool.run(resumed, 1, folder, "", {**wsd, "train__steps": 9})
+    assert "train.steps is 9, saved with 6 (the learning rate's decay ended after 6 steps" in error
+    shutil.rmtree(folder / "run")
+    pool.run(train, 1, [(make_config(folder, "run", **wsd), 4)])
+    ((code, _),) = pool.run(resumed, 1, folder, "", {**wsd, "train__steps": 9})
+    assert code == 0
+    rates = [line["lr"] for line in lines(folder / "run", "step")]
+    assert rates[1:8] == [1e-2] * 7
+    assert rates[8] < 1e-2
+
+
+def test_the_table_has_a_place_for_every_setting() -> None:
+    kinds = {name: may_change(name) for name in keys()}
+    assert {name for name, kind in kinds.items() if kind == "never"} >= {
+        "model.num_layers",
+        "model.vocab_size",
+        "data.seq_length",
+    }
+    listed = {name for name, kind in kinds.items() if kind == "accept"}
+    assert listed >= {*HORIZON, "optimizer.lr", "train.global_batch", "train.seed", "train.z_loss"}
+    for layout in LAYOUTS.values():
+        assert {kinds[name] for name in layout} <= {"free"}
+
+
+def test_what_can_be_accepted_is_checked_before_anything_starts() -> None:
+    assert accepted(["train.seed, data", "optimizer.lr"]) == {"train.seed", "data", "optimizer.lr"}
+    assert accepted([]) == accepted([""]) == frozenset()
+    with pytest.raises(ConfigError) as caught:
+        accepted(["train.sead,model.num_layers"])
+    assert caught.value.problems == [
+        "--accept train.sead: no such setting; did you mean train.seed?",
+        "--accept model.num_layers: cannot change within a run; start a run with another name",
+    ]
