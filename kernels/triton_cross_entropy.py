@@ -91,18 +91,20 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    for shard in range(num_shards):
-        at = stats_ptr + (token + shard * num_tokens) * 3
+    at = stats_ptr + token * 3
+    for _ in range(num_shards):
         top = tl.maximum(top, tl.load(at, mask=inside, other=0.0))
+        at += num_tokens * 3
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     target = tl.zeros((BLOCK,), dtype=tl.float32)
-    for shard in range(num_shards):
-        at = stats_ptr + (token + shard * num_tokens) * 3
+    at = stats_ptr + token * 3
+    for _ in range(num_shards):
         shard_top = tl.load(at, mask=inside, other=0.0)
         shard_total = tl.load(at + 1, mask=inside, other=0.0)
         total += shard_total * tl.exp(shard_top - shift)
         target += tl.load(at + 2, mask=inside, other=0.0)
+        at += num_tokens * 3
     lse = top + tl.log(total)
     label = tl.load(label_ptr + token, mask=inside, other=0)
     loss = lse - target + z_loss * lse * lse
