@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.circumstances import append_row, circumstances
 from benchmarks.lanes import Lane
 from benchmarks.products import Products, ProductTimes
 from benchmarks.profile_kinds import Profile
-from benchmarks.train_rows import LEGEND, Rounds, append_row, circumstances, row_of, table
+from benchmarks.train_rows import LEGEND, Rounds, row_of, setting, table
 from benchmarks.train_setup import GLOBAL_BATCH, LAYOUTS, MODEL, SEQ_LENGTH, Layout
 from benchmarks.train_workers import MegaliteWorker, StepTime, TransformersWorker
 from megalite.topology import Topology
@@ -37,10 +38,9 @@ def main() -> None:
     if options.profile:
         print_profile(options.profile, options.micro_batch or MICRO_BATCHES[0])
         return
-    shared = circumstances(options.date)
     rows = []
     for rounds in measure(options):
-        row = {**shared, **row_of(rounds)}
+        row = {**circumstances("train_cpu", options.date), **setting(), **row_of(rounds)}
         append_row(options.output, row)
         rows.append(row)
     print(table(rows))

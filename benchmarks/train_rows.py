@@ -5,23 +5,15 @@ Pure arithmetic and formatting; the definitions of all figures are in benchmarks
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
 
 from benchmarks.products import ProductTimes
 from benchmarks.train_setup import GLOBAL_BATCH, MODEL, SEQ_LENGTH, STEP_TOKENS
 from benchmarks.train_workers import Memory, StepTime
 from megalite.model_math import mfu, training_flops
-
-_FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass
@@ -106,39 +98,13 @@ def _utilisation(rounds: Rounds) -> dict[str, float]:
     }
 
 
-def circumstances(date: str | None) -> dict[str, Any]:
-    """What every row carries: where, with what, on which code."""
+def setting() -> dict[str, Any]:
+    """What is trained: the same for every row."""
     return {
-        "benchmark": "train_cpu",
-        "date": date,
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load_average": os.getloadavg()[0],
-        },
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "model": MODEL.model_dump(exclude_none=True),
         "seq_length": SEQ_LENGTH,
         "global_batch": GLOBAL_BATCH,
     }
-
-
-def cpu_name() -> str:
-    """The processor as the kernel names it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Add one JSON line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 _COLUMNS = (
@@ -182,8 +148,3 @@ def table(rows: list[dict[str, Any]]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in cells
     )
-
-
-def _git(*command: str) -> str | None:
-    done = subprocess.run(["git", *command], cwd=_FOLDER, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
