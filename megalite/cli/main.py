@@ -81,6 +81,7 @@ def train(
     """Train the model that CONFIG describes."""
     from megalite.config_check import check_config, resolve, resolve_schedule
     from megalite.config_data import missing_inputs
+    from megalite.config_extras import missing_extras
     from megalite.config_keys import toml_value
     from megalite.config_load import load_config
     from megalite.config_resume import accepted
@@ -93,7 +94,7 @@ def train(
     if print_config and not problems:
         fill = resolve if local else resolve_schedule
         return show(loaded.with_config(fill(loaded.config)))
-    problems += missing_inputs(loaded.config)
+    problems += [*missing_extras(loaded.config), *missing_inputs(loaded.config)]
     if problems:
         raise ConfigError(problems)
 
@@ -109,11 +110,13 @@ def report(
     """Show a run's losses and where its time went; draw its loss curve as loss.png."""
     from pathlib import Path
 
-    from megalite.train.report import draw_losses, summary, time_table
+    from megalite.train.report import draw_losses, read_run, summary, time_table
 
-    for line in [*summary(Path(run)), "", *time_table(Path(run))]:
+    folder = Path(run)
+    record = read_run(folder)
+    for line in [*summary(record), "", *time_table(record)]:
         typer.echo(line)
-    typer.echo(f"\nloss curve: {draw_losses(Path(run), Path(run) / 'loss.png')}")
+    typer.echo(f"\nloss curve: {draw_losses(record, folder.name, folder / 'loss.png')}")
 
 
 @app.command()

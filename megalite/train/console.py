@@ -21,6 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from megalite.distributed.secrets import Redaction
+
 
 class Console:
     """Lines to standard output and log.txt; `quiet` for every rank but the first."""
@@ -31,6 +33,7 @@ class Console:
         self._log: TextIO | None = None
         self._early: list[str] = []  # lines from before the log was opened
         self._bar: tuple[Progress, TaskID] | None = None
+        self._hide = Redaction()
 
     def open_log(self, path: Path) -> None:
         """Append to `path` from now on, lines already printed included."""
@@ -42,9 +45,10 @@ class Console:
         self._early.clear()
 
     def print(self, line: str) -> None:
-        """One line of plain text."""
+        """One line of plain text, without the keys and tokens of the environment."""
         if self.quiet:
             return
+        line = self._hide(line)
         console = self._bar[0].console if self._bar else self._rich
         console.print(line, markup=False)
         self.record(line)
@@ -53,6 +57,7 @@ class Console:
         """One line for log.txt alone."""
         if self.quiet:
             return
+        line = self._hide(line)
         if self._log is None:
             self._early.append(line)
         else:

@@ -1,4 +1,4 @@
-"""The numbers of a step beside its loss: rates, memory, device; and the console line.
+"""The numbers of a step beside its loss: rates, memory, device.
 
 Writes no files (records.py does) and computes nothing that training depends on.
 """
@@ -12,7 +12,6 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -99,25 +98,3 @@ def device_memory_text(used_bytes: int, device: Device) -> str:
     gib = 2**30
     total = f"/{device.memory_bytes / gib:.1f}" if device.memory_bytes else ""
     return f"{used_bytes / gib:.1f}{total} GiB"
-
-
-def step_line(line: dict[str, Any], total_steps: int, device: Device) -> str:
-    """The console line of a step record."""
-    used = line["mfu_causal"]
-    unit = "gpu" if device.is_gpu else "rank"
-    parts = [
-        f"step {line['step']:5d}/{total_steps}",
-        f"loss {line['loss']:.4f}",
-        f"gnorm {line['grad_norm']:.2f}",
-        f"lr {line['lr']:.2e}",
-        f"{line['step_time_s'] * 1e3:.1f} ms",
-        f"{_short(line['tokens_per_s_per_gpu'])} tok/s/{unit}",
-        "mfu n/a" if used is None else f"mfu {used:.1%}",
-        f"mem {device_memory_text(line['memory_peak_bytes'], device)}",
-        f"data {line['time_data_s'] / line['step_time_s']:.1%}",
-    ]
-    return "  ".join(parts)
-
-
-def _short(value: float) -> str:
-    return f"{value / 1e3:.1f}k" if value >= 1000 else f"{value:.0f}"

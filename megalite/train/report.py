@@ -1,17 +1,18 @@
 """A finished run in a page: losses, where the time of a step went, and the loss curve as a PNG.
 
-Reads only metrics.jsonl. Knows no torch.
+Reads only metrics.jsonl, however damaged; what it cannot use it counts. Knows no torch.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from megalite.errors import DataError
-from megalite.train.records import TIME_PARTS, read_metrics
+from megalite.train.records import TIME_PARTS, Lines, read_lines
 
 _MEANING = {
     "compute": "forward and backward arithmetic",
@@ -24,50 +25,91 @@ _MEANING = {
 }
 
 
-def last_steps(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """(step lines, eval lines, run line) of a run; what a later attempt did again or undid is out.
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's metrics say, without what a later attempt did again or undid."""
 
-    A loss that was not finite is a float again. Raises DataError for a folder without steps.
+    head: dict[str, Any]  # the run line
+    steps: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    damage: str | None  # lines that cannot be used, in a sentence
+
+
+def read_run(run: Path) -> RunRecord:
+    """A run folder's record. A loss that was not finite is a float again.
+
+    Raises DataError for a folder without a run line or without steps.
     """
-    lines = read_metrics(run / "metrics.jsonl")
-    head = next((line for line in lines if line["kind"] == "run"), None)
+    lines = read_lines(run / "metrics.jsonl")
+    head = next((line for line in lines.sound if line["kind"] == "run"), None)
     steps: dict[int, dict[str, Any]] = {}
-    evals: dict[int, dict[str, Any]] = {}
-    for line in lines:
+    evals: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in lines.sound:
         if line["kind"] == "restart":
-            for kept in (steps, evals):
-                for step in [step for step in kept if step > line["step"]]:
-                    del kept[step]
-        elif line["kind"] in ("step", "eval"):
-            kept = steps if line["kind"] == "step" else evals
-            kept[line["step"]] = {**line, "loss": float(line["loss"])}
+            steps = {step: kept for step, kept in steps.items() if step <= line["step"]}
+            evals = {key: kept for key, kept in evals.items() if key[0] <= line["step"]}
+        elif line["kind"] == "step":
+            steps[line["step"]] = {**line, "loss": float(line["loss"])}
+        elif line["kind"] == "eval":
+            name = str(line.get("name", "validation"))
+            evals[line["step"], name] = {**line, "name": name, "loss": float(line["loss"])}
     if head is None or not steps:
-        raise DataError(
-            f"{run / 'metrics.jsonl'} {'has no steps' if run.is_dir() else 'does not exist'}; "
-            "give the folder of a run that has trained"
-        )
-    return [steps[s] for s in sorted(steps)], [evals[s] for s in sorted(evals)], head
+        raise DataError(_nothing_to_report(run, lines))
+    return RunRecord(
+        head, [steps[s] for s in sorted(steps)], [evals[k] for k in sorted(evals)], lines.damage()
+    )
 
 
-def summary(run: Path) -> list[str]:
+def _nothing_to_report(run: Path, lines: Lines) -> str:
+    path = run / "metrics.jsonl"
+    if not run.is_dir():
+        what = "does not exist"
+    elif any(line["kind"] == "step" for line in lines.sound):
+        what = "has no run line, with which a run begins"
+    else:
+        what = "has no steps"
+    damage = lines.damage()
+    return (
+        f"{path} {what}{f' ({damage})' if damage else ''}; give the folder of a run that has "
+        "trained"
+    )
+
+
+def vocab_size(record: RunRecord) -> int | None:
+    """The model's vocabulary, if the run line says it."""
+    model = record.head.get("config", {}).get("model")
+    size = model.get("vocab_size") if isinstance(model, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def summary(record: RunRecord) -> list[str]:
     """What to know of a run, line by line."""
-    steps, evals, head = last_steps(run)
-    vocab = head["config"]["model"]["vocab_size"]
+    steps, parameters = record.steps, record.head.get("parameters")
+    tokens = steps[-1].get("consumed_tokens")
+    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
     lines = [
-        f"{len(steps)} steps, {steps[-1]['consumed_tokens'] / 1e6:.2f}M tokens, "
-        f"{head['parameters'] / 1e6:.2f}M parameters",
+        f"{count}, {'n/a' if tokens is None else f'{tokens / 1e6:.2f}M'} tokens, "
+        f"{'n/a' if parameters is None else f'{parameters / 1e6:.2f}M'} parameters",
         f"training loss   {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}",
     ]
-    if evals:
-        lines.append(f"validation loss {evals[0]['loss']:.4f} -> {evals[-1]['loss']:.4f}")
-    lines.append(f"guessing among {vocab} tokens would be ln({vocab}) = {math.log(vocab):.4f}")
+    for name in dict.fromkeys(line["name"] for line in record.evals):
+        named = [line["loss"] for line in record.evals if line["name"] == name]
+        lines.append(f"{name} loss".ljust(16) + f"{named[0]:.4f} -> {named[-1]:.4f}")
+    vocab = vocab_size(record)
+    if vocab is not None:
+        lines.append(f"guessing among {vocab} tokens would be ln({vocab}) = {math.log(vocab):.4f}")
+    if record.damage is not None:
+        lines.append(f"warning: {record.damage}")
     return lines
 
 
-def time_table(run: Path) -> list[str]:
+def time_table(record: RunRecord) -> list[str]:
     """Where the time of a median step went, mean over ranks; the first step is left out."""
-    steps, _, _ = last_steps(run)
-    steady = steps[1:] or steps
+    names = ["step_time_s", *(f"time_{part}_s" for part in TIME_PARTS)]
+    timed = [line for line in record.steps if all(_is_positive(line.get(n), n) for n in names)]
+    steady = timed[1:] or timed
+    if not steady:
+        return ["no step has its time split"]
     wall_s = fmean(line["step_time_s"] for line in steady)
     rows = [f"a step took {median(line['step_time_s'] for line in steady) * 1e3:.0f} ms (median):"]
     for part in TIME_PARTS:
@@ -76,21 +118,28 @@ def time_table(run: Path) -> list[str]:
     return rows
 
 
-def draw_losses(run: Path, out: Path) -> Path:
-    """Write the loss curve (training, validation, log axis where it helps) to `out` as PNG."""
+def _is_positive(value: Any, name: str) -> bool:
+    """Whether a step's time can be shown: a part may be 0, the whole may not."""
+    return isinstance(value, (int, float)) and (value > 0 or (name != "step_time_s" and value == 0))
+
+
+def draw_losses(record: RunRecord, title: str, out: Path) -> Path:
+    """Write the loss curve (training, validation, what guessing would give) to `out` as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps, evals, head = last_steps(run)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    steps = record.steps
     axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], lw=1, label="training")
-    if evals:
-        axes.plot([e["step"] for e in evals], [e["loss"] for e in evals], "o-", label="validation")
-    vocab = head["config"]["model"]["vocab_size"]
-    axes.axhline(math.log(vocab), color="grey", ls=":", lw=1, label=f"ln({vocab}): guessing")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=run.name)
+    for name in dict.fromkeys(line["name"] for line in record.evals):
+        named = [line for line in record.evals if line["name"] == name]
+        axes.plot([e["step"] for e in named], [e["loss"] for e in named], "o-", label=name)
+    vocab = vocab_size(record)
+    if vocab is not None:
+        axes.axhline(math.log(vocab), color="grey", ls=":", lw=1, label=f"ln({vocab}): guessing")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch
 import megalite
 from megalite.config import RunConfig
 from megalite.model_math import parameter_counts, training_flops
-from megalite.train.metrics import Device, step_line
 from megalite.train.records import TIME_PARTS, MetricsFile, read_metrics
 from tests.pool import RankPool
 from tests.train.kit import (
@@ -32,6 +30,7 @@ STEP_KEYS = {
     "loss": float,
     "grad_norm": float,
     "lr": float,
+    "loss_scale": float,
     "step_time_s": float,
     "tokens": int,
     "tokens_per_s_per_gpu": float,
@@ -198,30 +197,3 @@ def test_numbers_that_json_lacks_become_strings(tmp_path: Path) -> None:
     assert (line["a"], line["b"]) == ("nan", ["inf", {"c": "-inf"}])
     assert (line["d"], line["e"]) == (0.30000000000000004, None)
     assert math.isnan(float(line["a"]))
-
-
-LINE: dict[str, Any] = {
-    "step": 120,
-    "loss": 4.18734,
-    "grad_norm": 0.8211,
-    "lr": 3e-4,
-    "step_time_s": 0.4123,
-    "tokens_per_s_per_gpu": 39_741.0,
-    "mfu_causal": 0.4121,
-    "memory_peak_bytes": int(38.1 * 2**30),
-    "time_data_s": 0.0016,
-}
-
-
-def test_the_console_line() -> None:
-    gpu = Device("NVIDIA H200", True, 989.0, int(139.8 * 2**30))
-    assert step_line(LINE, 2000, gpu) == (
-        "step   120/2000  loss 4.1873  gnorm 0.82  lr 3.00e-04  412.3 ms  39.7k tok/s/gpu  "
-        "mfu 41.2%  mem 38.1/139.8 GiB  data 0.4%"
-    )
-    cpu = Device("x86_64", False, None, None)
-    slow = {**LINE, "mfu_causal": None, "tokens_per_s_per_gpu": 812.4, "loss": math.nan}
-    assert step_line(slow, 2000, cpu) == (
-        "step   120/2000  loss nan  gnorm 0.82  lr 3.00e-04  412.3 ms  812 tok/s/rank  "
-        "mfu n/a  mem 38.1 GiB  data 0.4%"
-    )

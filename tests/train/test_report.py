@@ -15,7 +15,7 @@ from megalite.data.prepare import prepare
 from megalite.errors import DataError
 from megalite.train.console import Console
 from megalite.train.records import TIME_PARTS, MetricsFile
-from megalite.train.report import last_steps, summary
+from megalite.train.report import read_run, summary, time_table
 from tests.pool import RankPool
 from tests.train.kit import make_config, train, world_size
 
@@ -83,12 +83,63 @@ def test_report_follows_the_last_attempt_and_stands_losses_that_are_not_finite(
     file.write("restart", step=2)
     file.write("step", step=3, loss=float("nan"), consumed_tokens=3)
     file.close()
-    steps, evals, _ = last_steps(tmp_path)
-    assert [(s["step"], s["attempt"]) for s in steps] == [(1, 1), (2, 1), (3, 2)]
-    assert evals == []
-    assert "training loss   1.0000 -> nan" in summary(tmp_path)
+    record = read_run(tmp_path)
+    assert [(s["step"], s["attempt"]) for s in record.steps] == [(1, 1), (2, 1), (3, 2)]
+    assert record.evals == []
+    assert "training loss   1.0000 -> nan" in summary(record)
+    assert time_table(record) == ["no step has its time split"]
     with pytest.raises(DataError, match="does not exist"):
-        last_steps(tmp_path / "gone")
+        read_run(tmp_path / "gone")
+
+
+DAMAGED_LINES = [
+    b"not json",
+    b"[1, 2]",
+    b'"step"',
+    b'{"no": "kind"}',
+    b'{"kind": 3}',
+    b'{"kind": "step"}',
+    b'{"kind": "step", "step": "4", "loss": 1.0}',
+    b'{"kind": "step", "step": 4}',
+    b'{"kind": "step", "step": 4, "loss": "low"}',
+    b'{"kind": "step", "step": 4, "loss": [1.0]}',
+    b'{"kind": "step", "step": 4, "loss": 1.0, "consumed_tokens": "many"}',
+    b'{"kind": "step", "step": 4, "loss": 1.0, "time_data_s": {}}',
+    b'{"kind": "step", "step": true, "loss": 1.0}',
+    b'{"kind": "eval", "step": 4, "loss": {}}',
+    b'{"kind": "restart", "step": null}',
+    b'{"kind": "step", "step": 4, "loss": 1.0, "attempt": "second"}',
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b'{"kind": "step", "step": 4, "lo',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED_LINES, ids=lambda line: line[:60].decode("latin-1"))
+def test_a_damaged_line_anywhere_is_left_out_and_told(tmp_path: Path, line: bytes) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("run", config={"model": {"vocab_size": 97}}, parameters=1000)
+    file.write("step", step=1, loss=2.0, consumed_tokens=64)
+    file.write("step", step=2, loss=1.0, consumed_tokens=128)
+    file.close()
+    path = tmp_path / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([first, line, others[0], b"", others[1], line]))
+    result = invoke("report", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "training loss   2.0000 -> 1.0000" in result.output
+    warning = "warning: 2 lines of metrics.jsonl cannot be used and are left out: line 2, 6\n"
+    assert warning in result.output
+
+
+def test_a_run_line_that_says_little_is_enough(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("run", config={})
+    file.write("step", step=1, loss=2.0)
+    file.close()
+    result = invoke("report", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("1 step, n/a tokens, n/a parameters\n")
 
 
 def test_generate_continues_a_prompt(run: Path) -> None:

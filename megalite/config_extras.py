@@ -1,0 +1,47 @@
+"""Optional packages that a config asks for: what is missing, and how to install it.
+
+Looks for packages without importing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from megalite.config import RunConfig
+from megalite.errors import ConfigError
+
+Found = Callable[[str], bool]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; a bare folder of that name (./wandb) is none."""
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def missing_extras(config: RunConfig, found: Found = is_installed) -> list[str]:
+    """One line for each optional package that the config needs and that is not installed."""
+    return [
+        f"{setting} needs the package {package}, which is not installed; install it with "
+        f"`pip install 'megalite[{package}]'`, or remove the setting"
+        for setting, package in _wanted(config)
+        if not found(package)
+    ]
+
+
+def require_extras(config: RunConfig) -> None:
+    """Raise ConfigError for every missing optional package that the config needs."""
+    problems = missing_extras(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _wanted(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.log.tensorboard:
+        yield "log.tensorboard=true", "tensorboard"
+    if config.log.wandb.project is not None:
+        yield f"log.wandb.project={config.log.wandb.project}", "wandb"

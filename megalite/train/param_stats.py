@@ -1,0 +1,144 @@
+"""Norms by group and statistics of every parameter, measured around one optimizer step.
+
+Each parameter is counted once at every layout: only the rank that owns a piece adds it, sums are in
+float64, and one all-reduce for sums and one for maxima make the same numbers on every rank.
+On the steps that measure, a copy of this rank's master weights is kept over the update; on the
+others nothing here runs.
+
+In a step's line of metrics.jsonl:
+
+* `grad_norms`: GROUP -> norm of its gradients before clipping. The groups are `embedding` (position
+  embeddings too), `layers.N` (its matrices and biases), `norms` (every norm's weights) and `head`
+  (none where it is tied); the root of their summed squares is `grad_norm`.
+* `param_stats`: PARAMETER -> `mean`, `rms`, `max_abs` of the weights after the step, `grad_norm`
+  as above, and `update_to_weight`, the norm of the step's change over the norm of the weights
+  before it. Rows that pad the vocabulary are counted; they do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.distributed import comm
+from megalite.distributed.mesh import Mesh
+from megalite.optim.state import StateTensor
+from megalite.optim.zero1 import DistributedOptimizer, StepResult
+
+_WEIGHT = "param/"
+_GRAD = "grad/"
+# columns of the sums over all ranks
+_SUM, _SQUARES, _GRAD_SQUARES, _UPDATE_SQUARES, _BEFORE_SQUARES = range(5)
+_BLOCK = 1 << 22  # elements converted to float64 at a time
+
+
+@dataclass(frozen=True)
+class _Before:
+    """This rank's owned weights as they were ahead of the step, in the order of named_state."""
+
+    copies: list[Tensor]
+
+
+class ParamStats:
+    """Measures one optimizer's parameters. All ranks call the same methods."""
+
+    def __init__(self, optimizer: DistributedOptimizer, mesh: Mesh) -> None:
+        self._optimizer, self._mesh = optimizer, mesh
+        self._numel: dict[str, int] | None = None  # of every parameter of the model, by name
+
+    def before(self) -> _Before:
+        """Keep the weights; call it ahead of the step."""
+        return _Before([owned.tensor.clone() for owned in self._weights()])
+
+    @torch.no_grad()
+    def after(self, before: _Before, result: StepResult) -> dict[str, Any]:
+        """What the step's line gets: `grad_norms` and `param_stats`."""
+        numel = self._all_parameters()
+        rows = {name: row for row, name in enumerate(numel)}
+        sums, most = self._measure(before, rows)
+        comm.all_reduce(sums, self._mesh.world)
+        comm.all_reduce(most, self._mesh.world, op="max")
+        sums[:, _GRAD_SQUARES] /= result.clip_coefficient**2
+        return _report(numel, sums.tolist(), most.tolist())
+
+    def _measure(self, before: _Before, rows: dict[str, int]) -> tuple[Tensor, Tensor]:
+        """This rank's sums [parameters, 5] and largest magnitudes [parameters], float64."""
+        device = self._mesh.device
+        sums = torch.zeros(len(rows), 5, dtype=torch.float64, device=device)
+        most = torch.zeros(len(rows), dtype=torch.float64, device=device)
+        for owned, old in zip(self._weights(), before.copies, strict=True):
+            row = rows[owned.spec.name]
+            _add_weights(sums[row], owned.tensor, old)
+            most[row] = torch.maximum(most[row], owned.tensor.abs().max().double())
+        for owned in _owned(self._optimizer.named_grads(), _GRAD):
+            for block in torch.split(owned.tensor, _BLOCK):
+                sums[rows[owned.spec.name], _GRAD_SQUARES] += block.double().square().sum()
+        return sums, most
+
+    def _weights(self) -> list[StateTensor]:
+        return _owned(self._optimizer.named_state(), _WEIGHT)
+
+    def _all_parameters(self) -> dict[str, int]:
+        """Elements of each parameter of the whole model, in an order that all ranks share."""
+        if self._numel is None:
+            mine = {owned.spec.name: math.prod(owned.spec.shape) for owned in self._weights()}
+            everyone = comm.all_gather_object(mine, self._mesh.world)
+            together = {name: numel for part in everyone for name, numel in part.items()}
+            self._numel = dict(sorted(together.items(), key=lambda item: _place(item[0])))
+        return self._numel
+
+
+def group_of(parameter: str) -> str:
+    """The group of a parameter's global name: embedding, layers.N, norms or head."""
+    parts = parameter.split(".")
+    if any("norm" in part for part in parts[:-1]):
+        return "norms"
+    if parts[0] == "layers":
+        return f"layers.{parts[1]}"
+    return "embedding" if "embedding" in parts[0] else parts[0]
+
+
+def _add_weights(row: Tensor, weight: Tensor, old: Tensor) -> None:
+    for now, was in zip(torch.split(weight, _BLOCK), torch.split(old, _BLOCK), strict=True):
+        wide, before = now.double(), was.double()
+        row[_SUM] += wide.sum()
+        row[_SQUARES] += wide.square().sum()
+        row[_UPDATE_SQUARES] += (wide - before).square().sum()
+        row[_BEFORE_SQUARES] += before.square().sum()
+
+
+def _report(
+    numel: dict[str, int], sums: Sequence[Sequence[float]], most: Sequence[float]
+) -> dict[str, Any]:
+    squares: dict[str, float] = {}
+    stats: dict[str, dict[str, float]] = {}
+    for (name, count), row, largest in zip(numel.items(), sums, most, strict=True):
+        group = group_of(name)
+        squares[group] = squares.get(group, 0.0) + row[_GRAD_SQUARES]
+        change, weights = _root(row[_UPDATE_SQUARES]), _root(row[_BEFORE_SQUARES])
+        stats[name] = {
+            "mean": row[_SUM] / count,
+            "rms": _root(row[_SQUARES] / count),
+            "max_abs": largest,
+            "grad_norm": _root(row[_GRAD_SQUARES]),
+            "update_to_weight": change / weights if weights else 0.0,
+        }
+    return {"grad_norms": {k: _root(v) for k, v in squares.items()}, "param_stats": stats}
+
+
+def _root(value: float) -> float:
+    return math.sqrt(value) if value >= 0 else math.nan
+
+
+def _owned(states: Sequence[StateTensor], kind: str) -> list[StateTensor]:
+    return [s for s in states if s.owner and s.name.startswith(kind) and s.tensor.numel()]
+
+
+def _place(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key that puts layers.10 after layers.9."""
+    return tuple((0, int(p)) if p.isdigit() else (1, p) for p in name.split("."))
