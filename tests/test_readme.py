@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         {"8000000": "400000"},
         "",
     ),
+    "megalite data inspect data/stdlib": ({}, ""),
     "megalite train configs/quickstart.toml --local": ({}, SHORT),
     "megalite train configs/quickstart.toml --local --name wide parallel.tp=4 parallel.dp=1 "
     "model.num_kv_heads=4": ({}, SHORT),

@@ -1,10 +1,10 @@
 """Where documents come from: a folder, one file, or `builtin`, this Python's own standard library.
 
-A corpus yields documents as text, one at a time and in the same order each time, and keeps count of
-what it left out and why. Under policy `fail` the first bad document ends the run with its place;
-under `skip` bad documents are left out and reported. A file that cannot be read to its end (no
-permission, damaged gzip) fails under both, as nobody can say what is missing. How a file is taken
-apart is in documents.py; nothing here knows tokens.
+A corpus yields documents in the same order each time, as chunks of bytes or as text, and keeps
+count of what it left out and why. Under policy `fail` the first bad document ends the run with its
+place; under `skip` bad documents are left out and reported. A file that cannot be read to its end
+(no permission, damaged gzip) fails under both, as nobody can say what is missing. How files are
+read is in sources.py, what makes a document bad in documents.py; nothing here knows tokens.
 """
 
 from __future__ import annotations
@@ -13,39 +13,21 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megalite.data.documents import FAULTS, JSONL_SUFFIXES, Document, read_jsonl, read_text
+from megalite.data.documents import Chunk, CorpusReport, parse, reason
+from megalite.data.sources import LINES_SUFFIXES, PARQUET_SUFFIXES, TextChunks, read_files
 from megalite.errors import DataError
 
 Policy = Literal["fail", "skip"]
 BUILTIN = "builtin"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-DEFAULT_SUFFIXES = TEXT_SUFFIXES + JSONL_SUFFIXES
+DEFAULT_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + PARQUET_SUFFIXES
 PIECE_CHARS = 6_000  # documents of the built-in corpus are about as long
-MAX_PLACES = 20  # places kept for the report; counts are complete
 # tests hold files that are broken on purpose; the rest is not the standard library
 BUILTIN_LEFT_OUT = ("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test")
-
-
-@dataclass
-class CorpusReport:
-    """What one pass over a corpus gave and left out."""
-
-    num_documents: int = 0
-    text_bytes: int = 0  # UTF-8 bytes of the documents given
-    skipped: Counter[str] = field(default_factory=Counter)  # fault -> documents
-    places: list[str] = field(default_factory=list)  # the first of them, "file:line: fault"
-    reached_max_bytes: bool = False
-
-    def skip(self, document: Document) -> None:
-        self.skipped[document.fault] += 1
-        if len(self.places) < MAX_PLACES:
-            self.places.append(f"{document.place}: {document.fault}")
 
 
 class Corpus:
@@ -69,69 +51,87 @@ class Corpus:
         self.key = key
         self.max_bytes = max_bytes
 
-    def size_hint_bytes(self) -> int | None:
-        """About how much text there is, None where compression hides it."""
-        if any(path.name.endswith(".gz") for path in self.files):
-            return self.max_bytes
-        total = sum(path.stat().st_size for path in self.files if path.is_file())
-        return total if self.max_bytes is None else min(total, self.max_bytes)
+    def source_bytes(self) -> int:
+        """Bytes of all files as they lie on disk, which `Chunk.source_bytes` counts up to."""
+        return sum(path.stat().st_size for path in self.files if path.is_file())
 
-    def documents(self, report: CorpusReport | None = None) -> Iterator[str]:
+    def chunks(self) -> Iterator[Chunk]:
+        """All of the corpus as bytes in order, not limited by `max_bytes`."""
+        return read_files(self.files, self.key)
+
+    def documents(
+        self,
+        report: CorpusReport | None = None,
+        on_chunk: Callable[[Chunk], None] = lambda chunk: None,
+    ) -> Iterator[str]:
         """Good documents in order, counted into `report`; DataError as the policy says, or if none.
 
-        With `max_bytes` it ends there, the last document cut at a character.
+        With `max_bytes` it ends there, the last document cut at a character. `on_chunk` is called
+        before the documents of each chunk.
         """
         report = CorpusReport() if report is None else report
-        for document in self._read_all():
-            if document.fault:
-                self._bad(document, report)
-                continue
-            text = self._within_limit(document.text, report)
-            if text:
-                report.num_documents += 1
-                report.text_bytes += len(text.encode())
-                yield text
+        for chunk in self.chunks():
+            on_chunk(chunk)
+            yield from self.texts(chunk, report)
             if report.reached_max_bytes:
                 break
-        if not report.num_documents:
-            raise self._nothing(report)
+        self.require_some(report)
 
-    def _within_limit(self, text: str, report: CorpusReport) -> str:
-        if self.max_bytes is None:
-            return text
-        content, room = text.encode(), self.max_bytes - report.text_bytes
-        if len(content) <= room:
-            return text
-        report.reached_max_bytes = True
-        cut = content[:room].decode(errors="ignore")  # what is ignored is half a character
-        return "" if cut.isspace() else cut
+    def texts(self, chunk: Chunk, report: CorpusReport) -> Iterator[str]:
+        """Good documents of one chunk, where `report` holds what came before and is added to."""
+        return judged_texts(chunk, report, self.key, self.policy, self.max_bytes)
 
-    def _nothing(self, report: CorpusReport) -> DataError:
+    def require_some(self, report: CorpusReport) -> None:
+        """DataError when no document was found."""
+        if report.num_documents:
+            return
         if report.reached_max_bytes:
-            return DataError(
+            raise DataError(
                 f"{self.description}: max_bytes={self.max_bytes} leaves no text of the first "
                 "document; raise --max-bytes"
             )
         left_out = ", ".join(f"{fault}: {count}" for fault, count in report.skipped.items())
-        return DataError(
+        raise DataError(
             f"{self.description}: holds no document (left out: {left_out or 'none'}); "
             "check the source, --key and --suffix"
         )
 
-    def _read_all(self) -> Iterator[Document]:
-        for path in self.files:
-            if path.name.endswith(JSONL_SUFFIXES):
-                yield from read_jsonl(path, self.key)
-            else:
-                yield read_text(path)
 
-    def _bad(self, document: Document, report: CorpusReport) -> None:
-        if self.policy == "fail":
-            raise DataError(
-                f"{document.place}: {document.fault}; {FAULTS[document.fault]}. "
-                "Mend it, or leave such documents out with --policy skip"
-            )
-        report.skip(document)
+def judged_texts(
+    chunk: Chunk, report: CorpusReport, key: str, policy: Policy, max_bytes: int | None
+) -> Iterator[str]:
+    """Good documents of a chunk, counted into `report`, up to `max_bytes` in `report` altogether;
+    DataError at the first bad document under policy fail."""
+    report.notice(chunk)
+    for index, text, fault in parse(chunk, key):
+        if fault:
+            _bad(chunk.place(index), fault, policy, report)
+            continue
+        size = len(text) if text.isascii() else len(text.encode())
+        if max_bytes is not None and size > max_bytes - report.text_bytes:
+            report.reached_max_bytes = True
+            text = _first_bytes(text, max_bytes - report.text_bytes)
+            size = len(text.encode())
+        if text:
+            report.num_documents += 1
+            report.text_bytes += size
+            yield text
+        if report.reached_max_bytes:
+            return
+
+
+def _first_bytes(text: str, room_bytes: int) -> str:
+    cut = text.encode()[:room_bytes].decode(errors="ignore")  # ignored is half a character
+    return "" if cut.isspace() else cut
+
+
+def _bad(place: str, fault: str, policy: Policy, report: CorpusReport) -> None:
+    if policy == "fail":
+        raise DataError(
+            f"{place}: {fault}; {reason(fault)}. "
+            "Mend it, or leave such documents out with --on-bad skip"
+        )
+    report.skip(place, fault)
 
 
 class BuiltinCorpus(Corpus):
@@ -140,18 +140,27 @@ class BuiltinCorpus(Corpus):
     validation split at the end, is like the rest. Reads all files (some 12 MB) before the first.
     """
 
-    def _read_all(self) -> Iterator[Document]:
-        good: list[tuple[bytes, Document]] = []
-        for document in super()._read_all():
-            if document.fault:
-                yield document
-                continue
-            for number, text in enumerate(_pieces(document.text)):
-                place = f"{Path(document.place).name}/{number}/{len(document.text)}"
-                key = hashlib.sha256(f"{place}/{text}".encode()).digest()
-                good.append((key, Document(place=document.place, text=text)))
-        for _, document in sorted(good, key=lambda entry: entry[0]):
-            yield document
+    def chunks(self) -> Iterator[Chunk]:
+        """The faults, then the pieces of all files in order by hash."""
+        texts = TextChunks()
+        bad: list[tuple[str, str]] = []
+        good: list[tuple[bytes, str, str]] = []
+        for chunk in super().chunks():
+            for index, text, fault in parse(chunk, self.key):
+                place = chunk.place(index)
+                if fault:
+                    bad.append((place, fault))
+                    continue
+                for number, piece in enumerate(_pieces(text)):
+                    name = f"{Path(place).name}/{number}/{len(text)}/{piece}"
+                    good.append((hashlib.sha256(name.encode()).digest(), place, piece))
+        total, done, size = sum(len(piece) for _, _, piece in good), 0, self.source_bytes()
+        for place, fault in bad:
+            yield from texts.add(place, b"", 0, fault)
+        for _, place, piece in sorted(good, key=lambda entry: entry[0]):
+            done += len(piece)
+            yield from texts.add(place, piece.encode(), size * done // max(total, 1))
+        yield from texts.flush(size)
 
 
 def _pieces(text: str) -> Iterator[str]:

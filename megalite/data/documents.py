@@ -1,24 +1,20 @@
-"""Files taken apart into documents, each either text or a named fault with its place.
+"""Bytes judged as documents: each is text, or a named fault in its place.
 
-A text file is one document, a JSONL line is one document. Every byte is accounted for: what is not
-given as text is given as a fault. What to do about faults is corpus.py's business. Line ends inside
-a text are kept as they are; blank lines between JSONL records hold no document.
+A text file or a parquet row is one document, a JSONL line is one. Every byte is accounted for: what
+is not given as text is given as a fault. Reading files is in sources.py, what to do about faults in
+corpus.py. Line ends inside a text are kept; blank lines between JSONL records hold no document.
 """
 
 from __future__ import annotations
 
-import gzip
+import hashlib
 import json
-import zlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from megalite.errors import DataError
-
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
-MAX_DOCUMENT_BYTES = 256 << 20  # a file or line; bounds memory
+MAX_DOCUMENT_BYTES = 64 << 20  # a file, line or row; encoding one takes some 43 times its size
 BOM = "\ufeff"
 
 FAULTS = {
@@ -27,110 +23,178 @@ FAULTS = {
     "byte order mark": "text must not start with U+FEFF",
     "broken JSON": "a line must be one whole JSON object",
     "not a JSON object": "a line must be a JSON object that holds the text under a key",
-    "missing key": "the object must have the key that holds the text (--key)",
+    "missing key": "each document must have the key that holds the text (--key)",
     "null": "the text must be a string, not null",
     "not a string": "the text must be a string",
     "empty": "a document must hold more than white space",
     "NUL": "text must not hold U+0000; this is usually binary data or UTF-16",
     "lone surrogate": "text must not hold half of a surrogate pair; it has no UTF-8 form",
 }
+CRLF = "CRLF line ends"
+NO_LAST_NEWLINE = "no newline at the end of the file"
+MAX_PLACES = 20  # places kept for a report; counts are complete
 
 
 @dataclass(frozen=True)
-class Document:
-    """One document's text, or the fault (a key of FAULTS) that stands in its place."""
+class Chunk:
+    """Consecutive documents of a source as bytes that nobody has looked at.
 
-    place: str  # "file" or "file:line"
-    text: str = ""
-    fault: str = ""
+    "lines": `payload` is whole lines of the file `path`, numbered from `first`. "texts": `payload`
+    is documents of `sizes` bytes one after another, at `places`; `faults` (by position) stand for
+    those that could not be read. `source_bytes` counts what was read of the files, for progress.
+    """
 
+    kind: Literal["lines", "texts"]
+    payload: bytes
+    path: str = ""
+    first: int = 1
+    sizes: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
+    faults: dict[int, str] = field(default_factory=dict)
+    source_bytes: int = 0
 
-def read_text(path: Path) -> Document:
-    """A whole file as one document."""
-    try:
-        if path.stat().st_size > MAX_DOCUMENT_BYTES:
-            return Document(str(path), fault="too long")
-        content = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, str(error.strerror)) from error
-    return _decoded(content, str(path))
+    def place(self, index: int) -> str:
+        """ "file" or "file:line" of a document."""
+        return f"{self.path}:{self.first + index}" if self.kind == "lines" else self.places[index]
 
+    def header(self) -> dict[str, Any]:
+        """Everything but the payload and the progress, for JSON."""
+        return {
+            "kind": self.kind,
+            "path": self.path,
+            "first": self.first,
+            "sizes": self.sizes,
+            "places": self.places,
+            "faults": sorted(self.faults.items()),
+        }
 
-def read_jsonl(path: Path, key: str) -> Iterator[Document]:
-    """Each line's text under `key`, from a plain or gzip file (by its name)."""
-    try:
-        with _open(path) as stream:
-            for number, line in _lines(stream):
-                place = f"{path}:{number}"
-                if line is None:
-                    yield Document(place, fault="too long")
-                elif line.strip():
-                    yield _parsed(_decoded(line, place), key)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, str(error)) from error
+    @classmethod
+    def from_header(cls, header: dict[str, Any], payload: bytes) -> Chunk:
+        """The chunk that `header` was made of."""
+        return cls(
+            header["kind"],
+            payload,
+            header["path"],
+            header["first"],
+            tuple(header["sizes"]),
+            tuple(header["places"]),
+            dict(header["faults"]),
+        )
 
-
-def _open(path: Path) -> BinaryIO:
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    return path.open("rb")
-
-
-def _unreadable(path: Path, reason: str) -> DataError:
-    return DataError(
-        f"{path}: cannot be read to its end: {reason}; "
-        "no policy covers this, as what is missing is unknown: copy the file again or remove it"
-    )
-
-
-def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines, None for one that is too long (which is read past, not kept)."""
-    number = 0
-    while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
-        number += 1
-        if len(line) <= MAX_DOCUMENT_BYTES:
-            yield number, line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = stream.readline(1 << 20)
-        yield number, None
+    def digest(self) -> str:
+        """Short name of content and places."""
+        name = hashlib.blake2b(json.dumps(self.header()).encode(), digest_size=16)
+        name.update(self.payload)
+        return name.hexdigest()
 
 
-def _decoded(content: bytes, place: str) -> Document:
+@dataclass
+class CorpusReport:
+    """What a pass over documents gave, left out, and noticed."""
+
+    num_documents: int = 0
+    text_bytes: int = 0  # UTF-8 bytes of the documents given
+    skipped: Counter[str] = field(default_factory=Counter)  # fault -> documents
+    places: list[str] = field(default_factory=list)  # the first of them, "file:line: fault"
+    noticed: Counter[str] = field(default_factory=Counter)  # harmless oddities, by name
+    noticed_first: dict[str, str] = field(default_factory=dict)  # where each was met first
+    reached_max_bytes: bool = False
+
+    def skip(self, place: str, fault: str) -> None:
+        """Count one document that is left out."""
+        self.skipped[fault] += 1
+        if len(self.places) < MAX_PLACES:
+            self.places.append(f"{place}: {fault}")
+
+    def notice(self, chunk: Chunk) -> None:
+        """Count what is odd about a chunk's lines and yet costs no document."""
+        if chunk.kind != "lines":
+            return
+        if count := chunk.payload.count(b"\r\n"):
+            before = chunk.payload.count(b"\n", 0, chunk.payload.index(b"\r\n"))
+            self._notice(CRLF, count, chunk.place(before))
+        if not chunk.payload.endswith(b"\n"):
+            self._notice(NO_LAST_NEWLINE, 1, chunk.place(chunk.payload.count(b"\n")))
+
+    def _notice(self, name: str, count: int, place: str) -> None:
+        self.noticed[name] += count
+        self.noticed_first.setdefault(name, place)
+
+    def add(self, later: CorpusReport) -> None:
+        """Take in the report of the documents that follow."""
+        self.num_documents += later.num_documents
+        self.text_bytes += later.text_bytes
+        self.skipped.update(later.skipped)
+        self.places = (self.places + later.places)[:MAX_PLACES]
+        self.noticed.update(later.noticed)
+        self.noticed_first = {**later.noticed_first, **self.noticed_first}
+        self.reached_max_bytes |= later.reached_max_bytes
+
+
+def missing_key(key: str) -> str:
+    """The fault of a document without the key that should hold its text."""
+    return f"missing key {key!r}"
+
+
+def reason(fault: str) -> str:
+    """What is wrong about a fault, for a message."""
+    return next(why for name, why in FAULTS.items() if fault.startswith(name))
+
+
+def parse(chunk: Chunk, key: str) -> Iterator[tuple[int, str, str]]:
+    """(index, text, fault) of each document in order; `chunk.place(index)` says where it is."""
+    if chunk.kind == "lines":
+        for index, line in enumerate(chunk.payload.split(b"\n")):
+            if line and not line.isspace():
+                yield index, *_record(line, key)
+        return
+    at = 0
+    for index, size in enumerate(chunk.sizes):
+        fault = chunk.faults.get(index)
+        yield index, *(("", fault) if fault else _decoded(chunk.payload[at : at + size]))
+        at += size
+
+
+def _decoded(content: bytes) -> tuple[str, str]:
+    if len(content) > MAX_DOCUMENT_BYTES:
+        return "", "too long"
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        return Document(place, fault="invalid UTF-8")
-    return _judged(text, place)
+        return "", "invalid UTF-8"
+    return _judged(text)
 
 
-def _judged(text: str, place: str) -> Document:
+def _judged(text: str) -> tuple[str, str]:
     if text.startswith(BOM):
-        return Document(place, fault="byte order mark")
+        return "", "byte order mark"
     if "\0" in text:
-        return Document(place, fault="NUL")
+        return "", "NUL"
     if not text or text.isspace():
-        return Document(place, fault="empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return Document(place, fault="lone surrogate")
-    return Document(place, text)
+        return "", "empty"
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            return "", "lone surrogate"
+    return text, ""
 
 
-def _parsed(line: Document, key: str) -> Document:
-    if line.fault:
-        return line
+def _record(line: bytes, key: str) -> tuple[str, str]:
+    text, fault = _decoded(line)
+    if fault:
+        return "", fault
     try:
-        record = json.loads(line.text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
-        return Document(line.place, fault="broken JSON")
+        return "", "broken JSON"
     if not isinstance(record, dict):
-        return Document(line.place, fault="not a JSON object")
+        return "", "not a JSON object"
     if key not in record:
-        return Document(line.place, fault="missing key")
-    if record[key] is None:
-        return Document(line.place, fault="null")
-    if not isinstance(record[key], str):
-        return Document(line.place, fault="not a string")
-    return _judged(record[key], line.place)
+        return "", missing_key(key)
+    value = record[key]
+    if value is None:
+        return "", "null"
+    if not isinstance(value, str):
+        return "", "not a string"
+    return _judged(value)

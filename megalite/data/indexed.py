@@ -8,7 +8,10 @@ The writer is in indexed_writer.py; samples are cut in dataset.py.
 
 from __future__ import annotations
 
+import os
 import struct
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_VOCAB_SIZE = 2**31  # ids are stored as int32 at most
 CHECK_CHUNK = 1 << 20  # index entries checked at a time, so that opening needs little memory
+OPENING_ENTRIES = 1 << 22  # of larger tables opening checks NUM_SAMPLES even blocks and both ends
+NUM_SAMPLES, SAMPLE_ENTRIES = 64, 4096
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
@@ -59,6 +64,11 @@ def file_of(prefix: str | Path, suffix: str) -> Path:
 class IndexedDataset:
     """One dataset opened for reading, memory-mapped; every check of the format is made here.
 
+    Tables of more than OPENING_ENTRIES are checked by sample on opening, so that a dataset of any
+    size opens at once; `check_all` checks every entry. `read` copies tokens and notices a file that
+    was shortened after it was opened, where a look at `tokens`, the mapped file, ends the process
+    with SIGBUS.
+
     `tokens` is the whole `.bin` as one stream; `lengths` [N] in tokens, `offsets` [N] in bytes,
     `documents` [D] as sequence indices, `modes` [N] or None. All are read-only views of the files.
     """
@@ -75,9 +85,14 @@ class IndexedDataset:
                 )
         self._read_header()
         self._map_index()
-        self._check_sequences()
-        self._check_documents()
+        self._check_sequences(OPENING_ENTRIES)
+        self._check_documents(OPENING_ENTRIES)
         self._map_tokens()
+
+    def check_all(self) -> None:
+        """Check every entry of the index, whatever its size; DataError names the first bad one."""
+        self._check_sequences(self._count)
+        self._check_documents(self._boundaries)
 
     @property
     def num_sequences(self) -> int:
@@ -92,9 +107,31 @@ class IndexedDataset:
         return len(self.tokens)
 
     def sequence(self, number: int) -> NDArray[Any]:
-        """Token ids of one sequence, a view of the file."""
+        """Token ids of one sequence."""
         start = int(self.offsets[number]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[number])]
+        return self.read(start, start + int(self.lengths[number]))
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens start .. stop - 1 of the stream, copied; DataError if the file has lost them."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise DataError(
+                f"{self.bin_path}: tokens {start} to {stop} asked for; "
+                f"it holds {self.num_tokens}: its index is damaged"
+            )
+        item = self.dtype.itemsize
+        out = np.empty(stop - start, dtype=self.dtype)
+        room, done = out.view(np.uint8).data, 0
+        while done < len(room):
+            count = os.preadv(self._descriptor, [room[done:]], start * item + done)
+            if count == 0:
+                raise self._bad(
+                    self.bin_path,
+                    "file length",
+                    f"{os.fstat(self._descriptor).st_size} bytes now",
+                    f"{self.num_tokens * item} bytes as when it was opened",
+                )
+            done += count
+        return out
 
     def document_start(self, number: int) -> int:
         """Position in the token stream where a document starts; `num_documents` gives the end."""
@@ -153,52 +190,84 @@ class IndexedDataset:
         end = at + 12 * count + 8 * self._boundaries
         self.modes = np.frombuffer(raw, "<i1", count, end) if self._has_modes else None
 
-    def _check_sequences(self) -> None:
-        expected, item = 0, self.dtype.itemsize
-        for start in range(0, self._count, CHECK_CHUNK):
-            lengths = self.lengths[start : start + CHECK_CHUNK]
+    def _blocks(self, count: int, limit: int) -> Iterator[tuple[int, int]]:
+        """Which of `count` entries to check: all up to `limit`, else even blocks with both ends."""
+        if count <= limit:
+            for start in range(0, count, CHECK_CHUNK):
+                yield start, min(start + CHECK_CHUNK, count)
+            return
+        last = count - SAMPLE_ENTRIES
+        for number in range(NUM_SAMPLES):
+            start = last * number // (NUM_SAMPLES - 1)
+            yield start, start + SAMPLE_ENTRIES
+
+    def _entries(self, dtype: str, at: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Part of a table of the index that begins at byte `at`; read, so that no page stays."""
+        kind = np.dtype(dtype)
+        offset = at + start * kind.itemsize
+        found = np.fromfile(self.idx_path, kind, stop - start, offset=offset)
+        if len(found) != stop - start:
+            size = self.idx_path.stat().st_size
+            wanted = f"{offset + (stop - start) * kind.itemsize} or more"
+            raise self._bad(self.idx_path, "file length", f"{size} bytes now", wanted)
+        return found.astype(np.int64)
+
+    def _check_sequences(self, limit: int) -> None:
+        item, at = self.dtype.itemsize, HEADER.size
+        end = 0
+        for start, stop in self._blocks(self._count, limit):
+            before = max(start - 1, 0)  # each entry is held against the one before it
+            lengths = self._entries("<i4", at, before, stop)
+            found = self._entries("<i8", at + 4 * self._count, before, stop)
             if (negative := np.flatnonzero(lengths < 0)).size:
-                at = int(negative[0])
+                number = int(negative[0])
                 raise self._bad(
                     self.idx_path,
-                    f"length of sequence {start + at}",
-                    int(lengths[at]),
+                    f"length of sequence {before + number}",
+                    int(lengths[number]),
                     "0 or more tokens",
                 )
-            wanted = byte_offsets(lengths, item) + np.int64(expected)
-            found = self.offsets[start : start + CHECK_CHUNK]
+            wanted = np.empty_like(found)
+            wanted[0] = found[0] if before else 0
+            wanted[1:] = found[:-1] + lengths[:-1] * item
             if (differing := np.flatnonzero(found != wanted)).size:
-                at = int(differing[0])
+                number = int(differing[0])
                 raise self._bad(
                     self.idx_path,
-                    f"byte offset of sequence {start + at}",
-                    int(found[at]),
-                    int(wanted[at]),
+                    f"byte offset of sequence {before + number}",
+                    int(found[number]),
+                    int(wanted[number]),
                 )
-            expected = int(wanted[-1]) + int(lengths[-1]) * item
-        if (size := self.bin_path.stat().st_size) != expected:
+            end = int(found[-1]) + int(lengths[-1]) * item
+        if (size := self.bin_path.stat().st_size) != end:
             raise self._bad(
-                self.bin_path, "file length", f"{size} bytes", f"{expected} bytes by its index"
+                self.bin_path, "file length", f"{size} bytes", f"{end} bytes by its index"
             )
 
-    def _check_documents(self) -> None:
-        first, last = int(self.documents[0]), int(self.documents[-1])
+    def _check_documents(self, limit: int) -> None:
+        at = HEADER.size + 12 * self._count
+        first, last = (
+            int(self._entries("<i8", at, n, n + 1)[0]) for n in (0, self._boundaries - 1)
+        )
         if first != 0:
             raise self._bad(self.idx_path, "first document boundary", first, 0)
         if last != self._count:
             raise self._bad(self.idx_path, "last document boundary", last, self._count)
-        for start in range(0, self._boundaries, CHECK_CHUNK):
-            part = self.documents[start : start + CHECK_CHUNK + 1]
+        for start, stop in self._blocks(self._boundaries, limit):
+            before = max(start - 1, 0)
+            part = self._entries("<i8", at, before, stop)
             if (falls := np.flatnonzero(part[1:] < part[:-1])).size:
-                at = int(falls[0])
+                number = int(falls[0])
                 raise self._bad(
                     self.idx_path,
-                    f"document boundary {start + at + 1}",
-                    int(part[at + 1]),
-                    f"{int(part[at])} or more",
+                    f"document boundary {before + number + 1}",
+                    int(part[number + 1]),
+                    f"{int(part[number])} or more",
                 )
 
     def _map_tokens(self) -> None:
+        self._descriptor = os.open(self.bin_path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
         if self.bin_path.stat().st_size == 0:  # an empty file cannot be mapped
             self.tokens: NDArray[Any] = np.zeros(0, dtype=self.dtype)
         else:

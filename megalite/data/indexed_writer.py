@@ -6,28 +6,20 @@ that opens; a killed one may leave `PREFIX.*.tmp-*` files, which nothing reads. 
 
 from __future__ import annotations
 
-import os
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.fingerprint import fingerprint_files
-from megalite.data.indexed import (
-    CODES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    byte_offsets,
-    dtype_for_vocab,
-    file_of,
-)
+from megalite.data.indexed import dtype_for_vocab, file_of
+from megalite.data.publish import check_prefix, publish_files, sync, write_index, write_synced
 from megalite.errors import DataError
 
 MAX_SEQUENCE_TOKENS = 2**31 - 1  # lengths are stored as int32
@@ -60,11 +52,7 @@ class IndexedWriter:
         self._lengths = array("i")
         self._temporary = f".tmp-{secrets.token_hex(4)}"
         self._made: list[Path] = []
-        if self.prefix.is_dir() or str(prefix).endswith(("/", ".bin", ".idx")):
-            raise DataError(
-                f"output prefix {prefix} is a folder or a file name; "
-                "give the path that .bin and .idx are appended to, such as data/train"
-            )
+        check_prefix(prefix)
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._bin = self._temporary_file(".bin").open("wb")
 
@@ -87,29 +75,23 @@ class IndexedWriter:
         self.num_tokens += tokens.size
 
     def publish(self, extras: Callable[[Written], Mapping[str, bytes]] | None = None) -> Written:
-        """Make the dataset visible: .bin, then the `extras` (suffix to content), the .idx last.
-
-        An old .idx goes first, so that at no moment an index lies beside data it does not describe.
-        """
-        _sync_close(self._bin)
-        self._write(".idx", self._index_bytes())
-        binary, index = (file_of(self.prefix, s + self._temporary) for s in (".bin", ".idx"))
+        """Make the dataset visible: .bin, then the `extras` (suffix to content), the .idx last."""
+        sync(self._bin)
+        self._bin.close()
+        made = {".bin": self._made[0]}
+        index = self._temporary_file(".idx")
+        write_index(index, self.dtype, np.frombuffer(self._lengths, dtype=np.int32))
         written = Written(
             self.num_tokens,
             len(self._lengths),
             self.max_id,
             self.dtype.name,
-            fingerprint_files(binary, index),
+            fingerprint_files(made[".bin"], index),
         )
-        named = dict(extras(written)) if extras else {}
-        for suffix, content in named.items():
-            self._write(suffix, content)
-        file_of(self.prefix, ".idx").unlink(missing_ok=True)
-        if ".json" not in named:
-            file_of(self.prefix, ".json").unlink(missing_ok=True)  # described the old dataset
-        for suffix in (".bin", *named, ".idx"):
-            os.replace(file_of(self.prefix, suffix + self._temporary), file_of(self.prefix, suffix))
-        _sync_folder(self.prefix.parent)
+        for suffix, content in (extras(written) if extras else {}).items():
+            made[suffix] = self._temporary_file(suffix)
+            write_synced(made[suffix], content)
+        publish_files(self.prefix, {**made, ".idx": index})
         self._made.clear()
         return written
 
@@ -147,35 +129,7 @@ class IndexedWriter:
         self.max_id = max(self.max_id, high)
         return tokens
 
-    def _index_bytes(self) -> bytes:
-        lengths = np.array(self._lengths, dtype=np.int32)
-        count = len(lengths)
-        documents = np.arange(count + 1, dtype="<i8")
-        header = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], count, count + 1)
-        offsets = byte_offsets(lengths, self.dtype.itemsize)
-        body = lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes()
-        return header + body + documents.tobytes()
-
     def _temporary_file(self, suffix: str) -> Path:
         path = file_of(self.prefix, suffix + self._temporary)
         self._made.append(path)
         return path
-
-    def _write(self, suffix: str, content: bytes) -> None:
-        stream = self._temporary_file(suffix).open("wb")
-        stream.write(content)
-        _sync_close(stream)
-
-
-def _sync_close(stream: IO[bytes]) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

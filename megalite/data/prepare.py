@@ -1,27 +1,37 @@
 """From text to an indexed dataset: documents in, PREFIX.bin, PREFIX.idx and PREFIX.json out.
 
 Each document is encoded whole and ended with one eos id. The tokenizer is a given file, or is
-trained on the same corpus first and then saved as PREFIX.model. Memory stays at a few megabytes of
-text plus four bytes a document, whatever the corpus. Prints nothing: the report says it all.
+trained on the same corpus first and then saved as PREFIX.model. Any number of workers makes the
+same files. Memory stays at a few chunks of text a worker, whatever the corpus. An interrupted run
+leaves PREFIX.unfinished/, from which the same call goes on. Prints nothing: the report says it all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
-from megalite.data.corpus import Corpus, CorpusReport, Policy, open_corpus
+import numpy as np
+
+from megalite.data.corpus import Corpus, Policy, open_corpus
+from megalite.data.documents import Chunk, CorpusReport
+from megalite.data.encode_pool import EncodePool
+from megalite.data.encoding import Encoded, EncodeOptions, Encoder, Entry
+from megalite.data.fingerprint import fingerprint_files
 from megalite.data.indexed import dtype_for_vocab
-from megalite.data.indexed_writer import IndexedWriter, Written
+from megalite.data.prepare_tokenizer import Progress, Trained, teller, trained_tokenizer
+from megalite.data.publish import publish_files, write_index, write_synced
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_training import ModelType, TrainReport, train_tokenizer
+from megalite.data.tokenizer import Tokenizer, library_version
+from megalite.data.tokenizer_training import ModelType, TrainReport
+from megalite.data.unfinished import Unfinished
 from megalite.errors import DataError
 
-BATCH_TEXT_CHARS = 1 << 20  # encoded at a time
-NUM_ROUND_TRIPS = 200  # documents at the start that are decoded again and compared
+FORMAT = 1  # raise it when the same text would give other files: unfinished runs start over then
 
 
 @dataclass(frozen=True)
@@ -38,23 +48,33 @@ class PrepareReport:
     tokenizer: str
     corpus: CorpusReport
     training: TrainReport | None  # None: the tokenizer was given
-    num_round_trips: int  # documents decoded again
+    num_round_trips: int  # documents at the start that were decoded again
     num_round_trips_exact: int
+    num_kept_documents: int  # taken over from an interrupted run
+    num_workers: int
     train_s: float
     encode_s: float
 
 
 @dataclass
-class _RoundTrips:
-    """Documents decoded again and compared, the first NUM_ROUND_TRIPS of a run."""
+class _Totals:
+    """Sums over the chunks done."""
 
-    checked: int = 0
-    exact: int = 0
+    report: CorpusReport = field(default_factory=CorpusReport)
+    num_tokens: int = 0
+    max_id: int = -1
+    round_trips: int = 0
+    round_trips_exact: int = 0
+    num_kept_documents: int = 0
+    digests: hashlib._Hash = field(default_factory=hashlib.sha256)
 
-    def check(self, text: str, ids: list[int], tokenizer: Tokenizer) -> None:
-        if self.checked < NUM_ROUND_TRIPS:
-            self.checked += 1
-            self.exact += tokenizer.decode(ids) == text
+    def add(self, entry: Entry) -> None:
+        self.report.add(entry.report)
+        self.num_tokens += entry.num_tokens
+        self.max_id = max(self.max_id, entry.max_id)
+        self.round_trips += entry.round_trips
+        self.round_trips_exact += entry.round_trips_exact
+        self.digests.update(entry.digest.encode())
 
 
 def prepare(
@@ -68,32 +88,37 @@ def prepare(
     policy: Policy | None = None,
     max_bytes: int | None = None,
     suffixes: list[str] | None = None,
-    num_threads: int | None = None,
-    on_phase: Callable[[str, int | None], None] = lambda phase, total_bytes: None,
-    on_text_bytes: Callable[[int], None] = lambda done_bytes: None,
+    num_workers: int | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> PrepareReport:
     """Tokenise a corpus into an indexed dataset; give either a tokenizer or a vocab_size to train.
 
-    `on_phase(name, total bytes or None)` and `on_text_bytes(done so far)` report progress.
-    DataError for a bad setting, source or (under policy fail) document; nothing is left then.
+    `num_workers` processes encode; default: as many as CPUs. DataError for a bad setting, source
+    or (under policy fail) document; no dataset is there then, but finished parts may be kept.
     """
     _check_choice(tokenizer, vocab_size, model_type)
     corpus = open_corpus(source, key=key, policy=policy, max_bytes=max_bytes, suffixes=suffixes)
+    given = None if tokenizer is None else Tokenizer(tokenizer)
+    if vocab_size is not None:
+        dtype_for_vocab(vocab_size)
+    workers = num_cpus() if num_workers is None else num_workers
+    if workers < 1:
+        raise DataError(f"num_workers={workers}; --workers must be 1 or more, or left out")
     start_s = time.perf_counter()
-    on_phase("training" if tokenizer is None else "loading", corpus.size_hint_bytes())
-    model, training = _tokenizer(
-        corpus, out_prefix, tokenizer, vocab_size, model_type, on_text_bytes
-    )
-    trained_s = time.perf_counter()
-    on_phase("encoding", corpus.size_hint_bytes())
-    report, trips = CorpusReport(), _RoundTrips()
-    threads = num_threads or _num_cpus()
     try:
-        with IndexedWriter(out_prefix, model.vocab_size) as writer:
-            for texts in _batches(corpus.documents(report)):
-                _encode(texts, model, writer, threads, trips)
-                on_text_bytes(report.text_bytes)
-            written = writer.publish(lambda done: _extras(done, corpus, report, model, training))
+        with Unfinished(out_prefix) as unfinished:
+            trained = None
+            if given is None:
+                assert vocab_size is not None  # _check_choice
+                settings = {"vocab_size": vocab_size, "model_type": model_type or "bpe"}
+                tell = teller(corpus, "training", on_progress)
+                trained = trained_tokenizer(corpus, unfinished, settings, tell)
+            model = given or _model_of(trained, out_prefix)
+            trained_s = time.perf_counter()
+            encoder = Encoder(model, EncodeOptions(key, corpus.policy))
+            totals = _encode(corpus, encoder, unfinished, workers, on_progress)
+            _check_unchanged(corpus, trained, totals, unfinished)
+            sidecar = _publish(corpus, encoder, unfinished, totals, trained)
     except OSError as error:
         raise DataError(
             f"{error.filename or out_prefix}: cannot be written: {error.strerror}; "
@@ -102,19 +127,33 @@ def prepare(
     return PrepareReport(
         prefix=out_prefix,
         source=corpus.description,
-        num_tokens=written.num_tokens,
-        num_documents=written.num_documents,
-        text_bytes=report.text_bytes,
+        num_tokens=totals.num_tokens,
+        num_documents=totals.report.num_documents,
+        text_bytes=totals.report.text_bytes,
         vocab_size=model.vocab_size,
-        dtype=written.dtype,
+        dtype=sidecar.dtype,
         tokenizer=str(model.path),
-        corpus=report,
-        training=training,
-        num_round_trips=trips.checked,
-        num_round_trips_exact=trips.exact,
+        corpus=totals.report,
+        training=None if trained is None else trained.report,
+        num_round_trips=totals.round_trips,
+        num_round_trips_exact=totals.round_trips_exact,
+        num_kept_documents=totals.num_kept_documents,
+        num_workers=workers,
         train_s=trained_s - start_s,
         encode_s=time.perf_counter() - trained_s,
     )
+
+
+def _model_of(trained: Trained | None, out_prefix: str) -> Tokenizer:
+    assert trained is not None  # no tokenizer was given
+    return Tokenizer.from_bytes(trained.content, f"{out_prefix}.model")
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # what this job may use, on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _check_choice(
@@ -132,90 +171,120 @@ def _check_choice(
         )
 
 
-def _tokenizer(
-    corpus: Corpus,
-    out_prefix: str,
-    path: str | None,
-    vocab_size: int | None,
-    model_type: ModelType | None,
-    tell: Callable[[int], None],
-) -> tuple[Tokenizer, TrainReport | None]:
-    """The given tokenizer, or one trained on the corpus (not saved yet)."""
-    if path is not None:
-        return Tokenizer(path), None
-    assert vocab_size is not None  # _check_choice
-    dtype_for_vocab(vocab_size)
-    content, training = train_tokenizer(
-        _told(corpus.documents(), tell), vocab_size, model_type or "bpe"
-    )
-    return Tokenizer.from_bytes(content, f"{out_prefix}.model"), training
-
-
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what this job may use, on Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _told(documents: Iterable[str], tell: Callable[[int], None]) -> Iterator[str]:
-    done = told = 0
-    for text in documents:
-        yield text
-        done += len(text)
-        if done - told >= BATCH_TEXT_CHARS:
-            tell(done)
-            told = done
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    chars = 0
-    for text in documents:
-        batch.append(text)
-        chars += len(text)
-        if chars >= BATCH_TEXT_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
 def _encode(
-    texts: list[str],
-    tokenizer: Tokenizer,
-    writer: IndexedWriter,
-    threads: int,
-    trips: _RoundTrips,
-) -> None:
-    end = tokenizer.eos_id
-    for text, ids in zip(texts, tokenizer.encode_batch(texts, threads), strict=True):
-        trips.check(text, ids, tokenizer)
-        ids.append(end)
-        writer.add_document(ids)
-
-
-def _extras(
-    written: Written,
     corpus: Corpus,
-    report: CorpusReport,
-    tokenizer: Tokenizer,
-    training: TrainReport | None,
-) -> dict[str, bytes]:
-    name = tokenizer.path.name if training else str(tokenizer.path)
+    encoder: Encoder,
+    unfinished: Unfinished,
+    num_workers: int,
+    on_progress: Callable[[Progress], None],
+) -> _Totals:
+    """All chunks into the unfinished folder: those of an earlier run first, then new ones."""
+    unfinished.begin(
+        {
+            "format": FORMAT,
+            "sentencepiece": library_version(),
+            "tokenizer": encoder.tokenizer.sha256,
+            "source": corpus.description,
+            "key": corpus.key,
+            "policy": corpus.policy,
+            "max_bytes": corpus.max_bytes,
+        }
+    )
+    totals, tell = _Totals(), teller(corpus, "encoding", on_progress)
+    chunks = _take_over(corpus.chunks(), unfinished, totals)
+    with EncodePool(encoder, num_workers) as pool:
+        for chunk, found in pool.encode(chunks, check_first=unfinished.num_chunks == 0):
+            encoded = _limited(found, chunk, corpus.max_bytes, encoder, totals)
+            if encoded.failure:
+                raise DataError(encoded.failure)
+            unfinished.append(encoded)
+            totals.add(encoded.entry)
+            tell(chunk, totals.report.text_bytes, totals.num_tokens)
+            if totals.report.reached_max_bytes:
+                break
+    corpus.require_some(totals.report)
+    return totals
+
+
+def _take_over(chunks: Iterator[Chunk], unfinished: Unfinished, totals: _Totals) -> Iterator[Chunk]:
+    """Count chunks that an earlier run did; what is left to do."""
+    for chunk, entry in zip(chunks, chain(unfinished.kept(), _nothing_more()), strict=False):
+        if entry is None or entry.digest != chunk.digest():
+            return chain([chunk], chunks)
+        unfinished.accept()
+        totals.add(entry)
+        totals.num_kept_documents = totals.report.num_documents
+        if entry.report.reached_max_bytes:
+            break
+    return iter(())
+
+
+def _nothing_more() -> Iterator[None]:
+    while True:
+        yield None
+
+
+def _limited(
+    encoded: Encoded, chunk: Chunk, max_bytes: int | None, encoder: Encoder, totals: _Totals
+) -> Encoded:
+    """The chunk up to the limit, which its worker does not know."""
+    if max_bytes is None:
+        return encoded
+    room = max_bytes - totals.report.text_bytes
+    if not encoded.failure and encoded.entry.report.text_bytes <= room:
+        return encoded
+    return encoder.encode(chunk, totals.num_tokens == 0, room)
+
+
+def _check_unchanged(
+    corpus: Corpus, trained: Trained | None, totals: _Totals, unfinished: Unfinished
+) -> None:
+    if trained is not None and trained.source_digest != totals.digests.hexdigest():
+        unfinished.forget()
+        raise DataError(
+            f"{corpus.description}: changed after the tokenizer was trained on it; "
+            "let it rest, and prepare it again"
+        )
+
+
+def _publish(
+    corpus: Corpus,
+    encoder: Encoder,
+    unfinished: Unfinished,
+    totals: _Totals,
+    trained: Trained | None,
+) -> Sidecar:
+    unfinished.seal()
+    ids, index = unfinished.path("ids"), unfinished.path("index")
+    lengths = np.memmap(unfinished.path("lengths"), dtype="<i4", mode="r")
+    write_index(index, encoder.dtype, lengths)
+    tokenizer = encoder.tokenizer
     sidecar = Sidecar(
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
-        max_id=written.max_id,
-        num_tokens=written.num_tokens,
-        num_documents=written.num_documents,
-        dtype=written.dtype,
-        fingerprint=written.fingerprint,
-        tokenizer=TokenizerInfo(file=name, sha256=tokenizer.sha256, trained=training is not None),
+        max_id=totals.max_id,
+        num_tokens=totals.num_tokens,
+        num_documents=totals.report.num_documents,
+        dtype=encoder.dtype.name,
+        fingerprint=fingerprint_files(ids, index),
+        tokenizer=TokenizerInfo(
+            file=str(tokenizer.path if trained is None else tokenizer.path.name),
+            sha256=tokenizer.sha256,
+            trained=trained is not None,
+        ),
         source=SourceInfo(
             description=corpus.description,
-            text_bytes=report.text_bytes,
-            skipped=dict(sorted(report.skipped.items())),
+            text_bytes=totals.report.text_bytes,
+            skipped=dict(sorted(totals.report.skipped.items())),
         ),
     )
-    model = {".model": tokenizer.content} if training else {}
-    return {**model, ".json": sidecar.to_bytes()}
+    made = {".bin": ids}
+    extras = {".json": sidecar.to_bytes()}
+    if trained is not None:
+        extras[".model"] = tokenizer.content
+    for suffix, content in extras.items():
+        made[suffix] = unfinished.path("published" + suffix)
+        write_synced(made[suffix], content)
+    publish_files(unfinished.prefix, {**made, ".idx": index})
+    unfinished.remove()
+    return sidecar

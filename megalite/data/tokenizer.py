@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
+from numpy.typing import NDArray
 
 from megalite.errors import DataError
 
@@ -65,21 +67,31 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a whole text, without bos or eos."""
-        return self.encode_batch([text], num_threads=1)[0]
+        return [int(number) for number in self.encode_batch([text])[0]]
 
-    def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """`encode` of each text; the number of threads does not change the result."""
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """`encode` of each text, as int32 arrays; texts longer than 2 GiB are not for it."""
         try:
             data = [text.encode() for text in texts]
         except UnicodeEncodeError as error:
             raise DataError(f"text holds a lone surrogate, which has no UTF-8 form: {error}") from (
                 error
             )
-        return self._processor.encode(  # type: ignore[no-any-return]
-            data, out_type=int, num_threads=num_threads
-        )
+        encode = self._processor.encode
+        return [encode(text, out_type="numpy") for text in data]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def require_end_id(self) -> int:
+        """`eos_id`; DataError also where a text could hold it, as documents would end inside."""
+        if not self._processor.is_control(self.eos_id):
+            piece = self._processor.id_to_piece(self.eos_id)
+            raise DataError(
+                f"tokenizer {self.path}: its end-of-sentence piece {piece!r} (id {self.eos_id}) is "
+                "not a control piece, so a text that holds it would end a document; use a model "
+                "trained with it as a control piece"
+            )
+        return self.eos_id
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Text of token ids; control ids give nothing, incomplete UTF-8 gives U+FFFD."""
         plain = [int(number) for number in ids]
         bad = [number for number in plain if not 0 <= number < self.vocab_size]
@@ -89,6 +101,11 @@ class Tokenizer:
                 f"{self.vocab_size}; ids must be 0 to {self.vocab_size - 1}"
             )
         return str(self._processor.decode(plain))
+
+
+def library_version() -> str:
+    """Version of sentencepiece, whose results may differ from one to another."""
+    return str(sentencepiece.__version__)
 
 
 def _load(content: bytes, name: str) -> sentencepiece.SentencePieceProcessor:

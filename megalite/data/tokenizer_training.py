@@ -43,10 +43,15 @@ class TrainReport:
     skipped_bytes: int  # text that the trainer cannot take (U+2585), of what was offered
     num_lines: int
     num_lines_cut: int  # lines longer than MAX_LINE_BYTES, cut into pieces
+    cut_bytes: int  # text of those lines
 
     @property
     def skipped_share(self) -> float:
         return self.skipped_bytes / self.corpus_bytes if self.corpus_bytes else 0.0
+
+    @property
+    def cut_share(self) -> float:
+        return self.cut_bytes / self.corpus_bytes if self.corpus_bytes else 0.0
 
 
 def train_tokenizer(
@@ -66,6 +71,8 @@ def train_tokenizer(
             f"vocab_size={vocab_size}; must be at least {MIN_VOCAB_SIZE}: "
             "4 control entries, 256 bytes and one character"
         )
+    if sample_bytes is not None and sample_bytes < 1:
+        raise DataError(f"sample_bytes={sample_bytes}; must be 1 or more, or left out")
     budget = sample_bytes or max(MIN_SAMPLE_BYTES, vocab_size * SAMPLE_BYTES_PER_ENTRY[model_type])
     sample = LineSample(budget)
     for document in documents:
@@ -81,6 +88,7 @@ def train_tokenizer(
         sample.skipped_bytes,
         sample.num_lines,
         sample.num_lines_cut,
+        sample.cut_bytes,
     )
 
 
@@ -90,15 +98,16 @@ class LineSample:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.corpus_bytes = self.kept_bytes = self.skipped_bytes = 0
-        self.num_lines = self.num_lines_cut = 0
+        self.num_lines = self.num_lines_cut = self.cut_bytes = 0
         self._kept: list[tuple[int, int, bytes]] = []  # heap: largest hash first, negated
         self._full = False
 
     def add(self, document: str) -> None:
         """Offer a document, cut into lines and those into pieces that the trainer takes."""
         for line in document.split("\n"):
-            if len(line.encode()) > MAX_LINE_BYTES:
+            if (size := len(line.encode())) > MAX_LINE_BYTES:
                 self.num_lines_cut += 1
+                self.cut_bytes += size
             for piece in line.split(RESERVED):
                 for part in cut_line(piece.encode()):
                     self._offer(part)

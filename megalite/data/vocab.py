@@ -32,7 +32,7 @@ class VocabCheck:
 
 def check_vocab(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -> VocabCheck:
     """DataError when ids reach `vocab_size`, naming both; else how that is known."""
-    check = _largest_id(data, sidecar, vocab_size)
+    check = largest_id(data, sidecar, vocab_size)
     if check.max_id >= vocab_size:
         raise DataError(
             f"{data.bin_path}: holds token id {check.max_id} ({check.detail}), the model has "
@@ -42,7 +42,8 @@ def check_vocab(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) 
     return check
 
 
-def _largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -> VocabCheck:
+def largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -> VocabCheck:
+    """The largest id of a dataset, or a bound below `vocab_size`; says how it is known."""
     count, limits = data.num_tokens, np.iinfo(data.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return VocabCheck("dtype", int(limits.max), f"largest value of {data.dtype.name}")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import documents
-from megalite.data.corpus import Corpus, CorpusReport, open_corpus
+from megalite.data import documents, sources
+from megalite.data.corpus import open_corpus
+from megalite.data.documents import CorpusReport
 from megalite.errors import DataError
 
 
@@ -23,7 +24,7 @@ BAD_LINES = {
     "invalid UTF-8": b'{"text": "a\xff"}\n',
     "NUL": line("a\0b"),
     "lone surrogate": line("a\ud800b"),
-    "missing key": b'{"txet": "a"}\n',
+    "missing key 'text'": b'{"txet": "a"}\n',
     "null": line(None),
     "not a string": line(3),
     "empty": line(""),
@@ -56,7 +57,7 @@ def test_bad_line_fails_with_its_place(tmp_path: Path, fault: str, content: byte
     with pytest.raises(DataError) as caught:
         read(path)
     assert f"{path}:2: {fault}; " in str(caught.value)
-    assert "--policy skip" in str(caught.value)
+    assert "--on-bad skip" in str(caught.value)
 
 
 @pytest.mark.parametrize(("fault", "content"), ALL_BAD)
@@ -112,7 +113,8 @@ def test_a_long_line_is_one_document(tmp_path: Path) -> None:
 def test_a_line_over_the_limit_is_read_past(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bytes
 ) -> None:
-    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 100)
+    for module in (documents, sources):
+        monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + line("y" * 3_000_000)[:-1] + last)
     texts, report = read(path, policy="skip")
@@ -207,8 +209,8 @@ def test_max_bytes_cuts_the_last_document_at_a_character(tmp_path: Path) -> None
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(BAD_LINES["missing key"] * 2)
-    with pytest.raises(DataError, match=r"holds no document \(left out: missing key: 2\)"):
+    path.write_bytes(BAD_LINES["missing key 'text'"] * 2)
+    with pytest.raises(DataError, match=r"holds no document \(left out: missing key 'text': 2\)"):
         read(path, policy="skip")
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"left out: none"):
@@ -246,11 +248,3 @@ def test_builtin_is_the_standard_library_in_a_fixed_order() -> None:
     assert "argparse.py" in names
     assert not any("site-packages" in path.parts for path in corpus.files)
     assert corpus.policy == "skip"
-
-
-def test_size_hint(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abc")
-    corpus = Corpus("x", [tmp_path / "a.txt"], "fail")
-    assert corpus.size_hint_bytes() == 3
-    assert Corpus("x", [tmp_path / "a.txt"], "fail", max_bytes=2).size_hint_bytes() == 2
-    assert Corpus("x", [tmp_path / "a.jsonl.gz"], "fail").size_hint_bytes() is None

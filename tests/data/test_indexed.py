@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data import indexed_writer
+from megalite.data import publish
 from megalite.data.indexed import IndexedDataset, byte_offsets, dtype_for_vocab
 from megalite.data.indexed_writer import IndexedWriter
 from megalite.errors import DataError
@@ -221,7 +221,7 @@ def test_interruption_at_any_rename_leaves_nothing_loadable(
             done += 1
             Path(source).rename(target)
 
-        monkeypatch.setattr(indexed_writer.os, "replace", replace)
+        monkeypatch.setattr(publish.os, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
             publish_three_tokens(prefix)
         with pytest.raises(DataError, match="no such file"):

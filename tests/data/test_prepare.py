@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.data import app
-from megalite.data import indexed_writer
-from megalite.data import prepare as prepare_module
+from megalite.data import publish, sources
 from megalite.data.dataset import TokenDataset
 from megalite.data.prepare import prepare
 from megalite.data.tokenizer import Tokenizer
@@ -69,12 +68,12 @@ def test_given_tokenizer_gives_the_same_tokens(tmp_path: Path, source: str) -> N
     assert not (tmp_path / "two.model").exists()
 
 
-def test_threads_and_batches_do_not_change_the_result(
+def test_workers_and_chunks_do_not_change_the_result(
     tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(source, str(tmp_path / "one"), vocab_size=VOCAB_SIZE, num_threads=1)
-    monkeypatch.setattr(prepare_module, "BATCH_TEXT_CHARS", 1)
-    prepare(source, str(tmp_path / "two"), vocab_size=VOCAB_SIZE, num_threads=3)
+    prepare(source, str(tmp_path / "one"), vocab_size=VOCAB_SIZE, num_workers=1)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 512)
+    prepare(source, str(tmp_path / "two"), vocab_size=VOCAB_SIZE, num_workers=3)
     for suffix in (".bin", ".idx", ".model"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
 
@@ -114,7 +113,7 @@ def test_full_disk_is_a_clear_error_and_leaves_nothing(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(indexed_writer.os, "fsync", full)
+    monkeypatch.setattr(publish.os, "fsync", full)
     with pytest.raises(DataError, match="cannot be written: No space left"):
         prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE)
     assert names(tmp_path) == []
@@ -123,7 +122,7 @@ def test_full_disk_is_a_clear_error_and_leaves_nothing(
 def test_command_prints_what_it_made_and_left_out(tmp_path: Path, source: str) -> None:
     with Path(source).open("a") as stream:
         stream.write('{"text": null}\n{"text": " "}\n')
-    options = ["--vocab-size", "280", "--policy", "skip", "--model-type", "unigram"]
+    options = ["--vocab-size", "280", "--on-bad", "skip", "--model-type", "unigram"]
     result = CliRunner().invoke(app, ["prepare", source, "--out", str(tmp_path / "out"), *options])
     assert result.exit_code == 0, result.output
     for part in (
@@ -143,7 +142,7 @@ def test_command_prints_what_it_made_and_left_out(tmp_path: Path, source: str) -
 def test_command_lets_errors_pass_to_the_caller(tmp_path: Path, source: str) -> None:
     result = CliRunner().invoke(app, ["prepare", source, "--out", str(tmp_path / "out")])
     assert isinstance(result.exception, DataError)
-    result = CliRunner().invoke(app, ["prepare", source, "--out", "x", "--policy", "ignore"])
+    result = CliRunner().invoke(app, ["prepare", source, "--out", "x", "--on-bad", "ignore"])
     assert result.exit_code == 2
 
 

@@ -1,0 +1,74 @@
+"""`megalite data inspect`: what a dataset holds, and whether it is sound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalite.data.inspection import Inspection
+
+BAR_CHARS = 40
+
+
+def inspect(
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="A dataset: PREFIX.bin, .idx.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Sentencepiece model to decode with (default: its own).")
+    ] = None,
+    documents: Annotated[int, typer.Option(help="How many documents to show.")] = 3,
+    tokens: Annotated[int, typer.Option(help="How much of each to show.")] = 64,
+) -> None:
+    """Show counts, lengths and first documents of a dataset, and check it. Exit code 2 if it is
+    damaged or not what its sidecar says."""
+    from megalite.data.inspection import inspect_dataset
+    from megalite.errors import DataError
+
+    found = inspect_dataset(prefix, tokenizer, documents, tokens)
+    for line in report(found):
+        typer.echo(line)
+    if bad := [check for check in found.checks if not check.good]:
+        raise DataError("\n".join(f"{prefix}: {check.name}: {check.detail}" for check in bad))
+
+
+def report(found: Inspection) -> list[str]:
+    """Everything in lines."""
+    mean = found.num_tokens / found.num_documents if found.num_documents else 0.0
+    quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in found.quantiles.items())
+    lines = [
+        f"dataset    {found.prefix}",
+        f"tokens     {found.num_tokens:,} ({found.dtype})",
+        f"documents  {found.num_documents:,} in {found.num_sequences:,} sequences",
+        *_origin(found),
+        f"lengths    mean {mean:,.1f} tokens; quantiles {quantiles or 'none'}",
+        *_histogram(found),
+    ]
+    for shown in found.shown:
+        lines.append(f"document {shown.number} ({shown.num_tokens:,} tokens): {shown.text!r}")
+    for check in found.checks:
+        lines.append(f"check {check.name}: {'good' if check.good else 'BAD'}: {check.detail}")
+    return lines
+
+
+def _origin(found: Inspection) -> list[str]:
+    if found.sidecar is None:
+        return ["source     not known (no .json beside it)"]
+    source = found.sidecar.source
+    lines = [
+        f"source     {source.description} ({source.text_bytes:,} bytes of text)",
+        f"tokenizer  {found.tokenizer or found.sidecar.tokenizer.file} "
+        f"({found.sidecar.vocab_size:,} entries, end id {found.sidecar.eos_id})",
+    ]
+    if source.skipped:
+        counts = ", ".join(f"{fault}: {count:,}" for fault, count in source.skipped.items())
+        lines.append(f"skipped    {counts}")
+    return lines
+
+
+def _histogram(found: Inspection) -> list[str]:
+    most = max((count for _, _, count in found.histogram), default=1)
+    return [
+        f"  {first:>13,} - {last:<13,} {count:>13,} {'#' * -(-count * BAR_CHARS // most)}".rstrip()
+        for first, last, count in found.histogram
+    ]

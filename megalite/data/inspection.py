@@ -1,0 +1,203 @@
+"""What an indexed dataset holds, and whether it is sound: for `megalite data inspect`.
+
+Every entry of the index is checked, which opening does by sample for very large ones; ids are
+scanned up to SCAN_TOKENS. Prints nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.fingerprint import fingerprint_files, sha256_file
+from megalite.data.indexed import IndexedDataset
+from megalite.data.sidecar import Sidecar, read_sidecar
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.vocab import SCAN_TOKENS, largest_id
+from megalite.errors import DataError
+
+QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
+MAX_LENGTHS = 1 << 24  # documents whose lengths are held; of more, an even sample
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    good: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A document's beginning."""
+
+    number: int
+    num_tokens: int
+    text: str  # decoded, or ids where no tokenizer is known
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Counts, lengths, beginnings and checks of one dataset."""
+
+    prefix: str
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    num_sequences: int
+    sidecar: Sidecar | None
+    tokenizer: str | None  # the file that texts were decoded with
+    quantiles: dict[float, int]  # share of documents -> length in tokens
+    histogram: list[tuple[int, int, int]]  # (from, to, documents) by powers of two
+    shown: list[Shown]
+    checks: list[Check]
+
+    @property
+    def good(self) -> bool:
+        """Whether all checks passed."""
+        return all(check.good for check in self.checks)
+
+
+def inspect_dataset(
+    prefix: str, tokenizer: str | None = None, num_shown: int = 3, shown_tokens: int = 64
+) -> Inspection:
+    """Look at a dataset; DataError where it does not open. `tokenizer` overrides the sidecar's."""
+    if num_shown < 0 or shown_tokens < 1:
+        raise DataError(
+            f"documents={num_shown}, tokens={shown_tokens}; must be at least 0 and at least 1"
+        )
+    data = IndexedDataset(prefix)
+    sidecar = read_sidecar(data)
+    checks = [_checked_index(data)]
+    found = Path(tokenizer) if tokenizer is not None else _tokenizer_file(prefix, sidecar)
+    model = None if found is None else Tokenizer(found)
+    if sidecar is not None:
+        checks += _checked_sidecar(data, sidecar, model)
+    vocab_size = sidecar.vocab_size if sidecar else model.vocab_size if model else None
+    if vocab_size is not None and data.dtype.kind in "iu":
+        checks.append(_checked_ids(data, vocab_size))
+    eos_id = sidecar.eos_id if sidecar else model.eos_id if model else None
+    if eos_id is not None:
+        checks.append(_checked_ends(data, eos_id, sidecar is not None))
+    lengths = _document_lengths(data)
+    numbers = range(min(num_shown, data.num_documents))
+    return Inspection(
+        prefix=prefix,
+        dtype=data.dtype.name,
+        num_tokens=data.num_tokens,
+        num_documents=data.num_documents,
+        num_sequences=data.num_sequences,
+        sidecar=sidecar,
+        tokenizer=None if found is None else str(found),
+        quantiles=_quantiles(lengths),
+        histogram=_histogram(lengths),
+        shown=[_show(data, number, model, shown_tokens) for number in numbers],
+        checks=checks,
+    )
+
+
+def _tokenizer_file(prefix: str, sidecar: Sidecar | None) -> Path | None:
+    if sidecar is None:
+        return None
+    name = sidecar.tokenizer.file
+    path = Path(prefix).parent / name if sidecar.tokenizer.trained else Path(name)
+    return path if path.is_file() else None
+
+
+def _checked_index(data: IndexedDataset) -> Check:
+    try:
+        data.check_all()
+    except DataError as error:
+        return Check("index", False, str(error))
+    return Check("index", True, "every length, offset and document boundary")
+
+
+def _checked_sidecar(
+    data: IndexedDataset, sidecar: Sidecar, model: Tokenizer | None
+) -> list[Check]:
+    found = fingerprint_files(data.bin_path, data.idx_path)
+    good = found == sidecar.fingerprint
+    detail = "files are those that were prepared"
+    if not good:
+        detail = f"found {found}, the sidecar states {sidecar.fingerprint}: files were replaced"
+    checks = [Check("fingerprint", good, detail)]
+    if model is None:
+        detail = f"{sidecar.tokenizer.file} is not there; give it with --tokenizer"
+        return [*checks, Check("tokenizer", True, detail)]
+    digest = sha256_file(model.path)
+    same = digest == sidecar.tokenizer.sha256
+    detail = f"{model.path} made these ids"
+    if not same:
+        detail = f"{model.path} has sha256 {digest}, ids were made by {sidecar.tokenizer.sha256}"
+    return [*checks, Check("tokenizer", same, detail)]
+
+
+def _checked_ids(data: IndexedDataset, vocab_size: int) -> Check:
+    try:
+        found = largest_id(data, None, vocab_size)
+    except DataError as error:
+        return Check("ids", False, str(error))
+    wanted = f"largest id {found.max_id} ({found.detail}), vocabulary {vocab_size}"
+    return Check("ids", found.max_id < vocab_size, wanted)
+
+
+def _checked_ends(data: IndexedDataset, eos_id: int, strict: bool) -> Check:
+    """Each document ends with the end id and holds no other, up to SCAN_TOKENS; if not `strict`,
+    as for data from elsewhere, that is only told."""
+    checked = 0
+    for first in range(0, data.num_documents, BLOCK):
+        starts = data.document_starts(first, min(first + BLOCK, data.num_documents) + 1).tolist()
+        for number, (start, stop) in enumerate(pairwise(starts), first):
+            ids = data.read(start, stop)
+            if not len(ids) or ids[-1] != eos_id:
+                return Check("ends", not strict, f"document {number} lacks end id {eos_id}")
+            if np.count_nonzero(ids == eos_id) != 1:
+                return Check("ends", not strict, f"document {number} holds {eos_id} inside")
+            checked += 1
+            if stop >= SCAN_TOKENS:
+                return Check("ends", True, f"one end id {eos_id} in each of the first {checked}")
+    return Check("ends", True, f"one end id {eos_id} in each of {checked} documents")
+
+
+def _document_lengths(data: IndexedDataset) -> NDArray[np.int64]:
+    every = -(-data.num_documents // MAX_LENGTHS) or 1
+    parts = []
+    for first in range(0, data.num_documents, BLOCK):
+        starts = data.document_starts(first, min(first + BLOCK, data.num_documents) + 1)
+        parts.append(np.diff(starts)[::every])
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _quantiles(lengths: NDArray[np.int64]) -> dict[float, int]:
+    if not len(lengths):
+        return {}
+    ordered = np.sort(lengths)
+    return {share: int(ordered[round(share * (len(ordered) - 1))]) for share in QUANTILES}
+
+
+def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Documents of 0 tokens, 1, 2-3, 4-7, ...; from the first bin that holds any to the last."""
+    edges = np.array([0, *(1 << n for n in range(33)), np.iinfo(np.int64).max])
+    counts = np.histogram(lengths, edges)[0]
+    held = np.flatnonzero(counts)
+    if not len(held):
+        return []
+    return [
+        (int(edges[n]), int(edges[n + 1]) - 1, int(counts[n]))
+        for n in range(int(held[0]), int(held[-1]) + 1)
+    ]
+
+
+def _show(data: IndexedDataset, number: int, model: Tokenizer | None, limit: int) -> Shown:
+    start, stop = data.document_start(number), data.document_start(number + 1)
+    ids = data.read(start, min(stop, start + limit)).tolist()
+    if model is None or any(not 0 <= token < model.vocab_size for token in ids):
+        return Shown(number, stop - start, " ".join(map(str, ids)))
+    return Shown(number, stop - start, model.decode(ids))

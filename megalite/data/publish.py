@@ -1,0 +1,100 @@
+"""Making a dataset visible: its index written in bounded memory, its files renamed, the index last.
+
+An interruption at any moment leaves nothing that opens. Used by the writer, prepare and merge.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.indexed import CODES, HEADER, MAGIC, VERSION, byte_offsets, file_of
+from megalite.errors import DataError
+
+ENTRIES_AT_ONCE = 1 << 20
+SUFFIXES = (".bin", ".idx", ".json", ".model")
+
+
+def check_prefix(prefix: str | Path) -> None:
+    """DataError for a prefix whose files could not be made, as far as can be seen beforehand."""
+    if Path(prefix).is_dir() or str(prefix).endswith(("/", ".bin", ".idx")):
+        raise DataError(
+            f"output prefix {prefix} is a folder or a file name; "
+            "give the path that .bin and .idx are appended to, such as data/train"
+        )
+    for suffix in SUFFIXES:
+        if (path := file_of(prefix, suffix)).is_dir():
+            raise DataError(f"{path} is a folder, in the way of a file; give another --out")
+
+
+def write_index(
+    path: Path,
+    dtype: np.dtype[Any],
+    lengths: NDArray[np.int32],
+    documents: NDArray[np.int64] | None = None,
+    modes: NDArray[np.int8] | None = None,
+) -> None:
+    """Write an .idx file; without `documents` (boundaries, [D]) each sequence is a document.
+
+    Arrays may be memory maps of any size: 2**20 entries are held at once. Synced to disk.
+    """
+    count = len(lengths)
+    boundaries = count + 1 if documents is None else len(documents)
+    starts = range(0, count, ENTRIES_AT_ONCE)
+    with path.open("wb") as stream:
+        stream.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], count, boundaries))
+        for at in starts:
+            stream.write(lengths[at : at + ENTRIES_AT_ONCE].astype("<i4").tobytes())
+        done_bytes = 0
+        for at in starts:
+            part = np.asarray(lengths[at : at + ENTRIES_AT_ONCE])
+            offsets = byte_offsets(part, dtype.itemsize) + np.int64(done_bytes)
+            stream.write(offsets.astype("<i8").tobytes())
+            done_bytes = int(offsets[-1]) + int(part[-1]) * dtype.itemsize
+        for at in range(0, boundaries, ENTRIES_AT_ONCE):
+            stop = min(at + ENTRIES_AT_ONCE, boundaries)
+            some = np.arange(at, stop) if documents is None else documents[at:stop]
+            stream.write(some.astype("<i8").tobytes())
+        if modes is not None:
+            stream.write(np.asarray(modes).astype("<i1").tobytes())
+        sync(stream)
+
+
+def publish_files(prefix: Path, made: Mapping[str, Path]) -> None:
+    """Rename finished files (suffix -> where it lies) to PREFIX + suffix, the .idx last.
+
+    An old .idx goes first, so that at no moment an index lies beside data it does not describe.
+    """
+    file_of(prefix, ".idx").unlink(missing_ok=True)
+    if ".json" not in made:
+        file_of(prefix, ".json").unlink(missing_ok=True)  # described the old dataset
+    for suffix in (*(name for name in made if name != ".idx"), ".idx"):
+        os.replace(made[suffix], file_of(prefix, suffix))
+    sync_folder(prefix.parent)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on disk."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        sync(stream)
+
+
+def sync(stream: IO[bytes]) -> None:
+    """Wait until what was written is on disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until renames in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,175 @@
+"""`PREFIX.unfinished/`: what an unfinished `prepare` has done, so that the next one goes on.
+
+Ids and lengths are appended in order as chunks are done, with one line a chunk in a record: the
+chunk's digest, the counts, a checksum. A later run with the same tokenizer and options reads the
+source again and takes over chunks as long as digests and checksums agree; from the first that does
+not, it encodes. So the result is that of one run without a break, whatever became of the source
+meanwhile, and neither SIGKILL nor a power cut can spoil it. Nothing here opens as a dataset.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megalite.data.encoding import Encoded, Entry, checksum
+from megalite.data.indexed import file_of
+from megalite.data.publish import check_prefix, sync, write_synced
+from megalite.errors import DataError
+
+LENGTH_BYTES = 4
+
+
+class Unfinished:
+    """The folder of one run, locked against a second one. A context manager."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        check_prefix(prefix)
+        self.prefix = Path(prefix)
+        self.folder = file_of(prefix, ".unfinished")
+        self.num_chunks = 0  # done and taken over
+        self._sizes = {"ids": 0, "lengths": 0, "record": 0}
+        self._streams: dict[str, IO[bytes]] = {}
+        existed = self.folder.is_dir()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self.path("lock").open("wb")
+            write_synced(self.path("probe"), b"x")
+            self.path("probe").unlink()
+        except OSError as error:
+            if not existed:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise DataError(
+                f"{error.filename or self.folder}: cannot be written: {error.strerror}; "
+                "give another --out, or the right to write there"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise DataError(
+                f"{self.folder}: another run is making this dataset; wait for it, or give "
+                "another --out"
+            ) from error
+
+    def path(self, name: str) -> Path:
+        """A file of the folder."""
+        return self.folder / name
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A file's object; None if it is missing or not whole."""
+        try:
+            found = json.loads(self.path(name).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def write_json(self, name: str, values: dict[str, Any]) -> None:
+        """Write a file of the folder, whole or not at all."""
+        write_synced(self.path(name + ".new"), json.dumps(values).encode())
+        os.replace(self.path(name + ".new"), self.path(name))
+
+    def begin(self, options: dict[str, Any]) -> None:
+        """Keep what was done under the same options, drop what was not."""
+        if self.read_json("options.json") != options:
+            for name in self._sizes:
+                self.path(name).unlink(missing_ok=True)
+            self.write_json("options.json", options)
+        published = file_of(self.prefix, ".bin")
+        interrupted = published.exists() and not file_of(self.prefix, ".idx").exists()
+        if interrupted and self.path("record").exists() and not self.path("ids").exists():
+            os.replace(published, self.path("ids"))  # stopped between two renames of publishing
+        for name in self._sizes:
+            self.path(name).touch()
+
+    def kept(self) -> Iterator[Entry]:
+        """Chunks done before, each checked against its checksum; ends at the first that is not
+        whole. `accept` an entry before asking for the next."""
+        with (
+            self.path("record").open("rb") as record,
+            self.path("ids").open("rb") as ids,
+            self.path("lengths").open("rb") as lengths,
+        ):
+            for line in record:
+                try:
+                    values = json.loads(line)
+                    entry = Entry.from_json(values["entry"])
+                    id_bytes, length_bytes = values["id_bytes"], values["length_bytes"]
+                except (ValueError, KeyError, TypeError):
+                    return
+                if checksum(lengths.read(length_bytes), ids.read(id_bytes)) != entry.checksum:
+                    return
+                self._next = {"ids": id_bytes, "lengths": length_bytes, "record": len(line)}
+                yield entry
+
+    def accept(self) -> None:
+        """Take over the entry that `kept` gave last."""
+        self.num_chunks += 1
+        for name, size in self._next.items():
+            self._sizes[name] += size
+
+    def append(self, encoded: Encoded) -> None:
+        """Add a chunk after the accepted ones; what followed those goes."""
+        if not self._streams:
+            self._open()
+        line = {
+            "entry": encoded.entry.to_json(),
+            "id_bytes": len(encoded.ids),
+            "length_bytes": len(encoded.lengths),
+        }
+        content = {
+            "ids": encoded.ids,
+            "lengths": encoded.lengths,
+            "record": json.dumps(line).encode() + b"\n",
+        }
+        for name, part in content.items():
+            self._streams[name].write(part)
+            self._streams[name].flush()
+        self.num_chunks += 1
+
+    def seal(self) -> None:
+        """Everything is done: cut what follows, and wait until it is on disk."""
+        if not self._streams:
+            self._open()
+        for stream in self._streams.values():
+            sync(stream)
+            stream.close()
+        self._streams = {}
+
+    def forget(self) -> None:
+        """Drop what was done; the next run starts over."""
+        self.num_chunks = 0
+        self.path("tokenizer.json").unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder)
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for stream in self._streams.values():
+            try:
+                stream.close()
+            except OSError:  # a full disk: what is missing is seen by its checksum
+                continue
+        if (
+            self.folder.exists()
+            and not self.num_chunks
+            and not self.path("tokenizer.json").exists()
+        ):
+            self.remove()
+        self._lock.close()
+
+    def _open(self) -> None:
+        for name, size in self._sizes.items():
+            stream = self.path(name).open("r+b")
+            stream.truncate(size)
+            stream.seek(size)
+            self._streams[name] = stream
