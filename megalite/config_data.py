@@ -70,7 +70,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 
 
 def missing_inputs(config: RunConfig) -> list[str]:
-    """One line for each file the config names that is not there, seen from the working folder."""
+    """One line for each input the config names that is not there, seen from the working folder."""
     named = [
         (s.setting if config.data.path else f"{s.setting}.path", s.path)
         for s in sources(config.data)
@@ -78,12 +78,12 @@ def missing_inputs(config: RunConfig) -> list[str]:
     named += [(f"eval.sets[{n}].path", s.path) for n, s in enumerate(config.eval.sets)]
     problems = []
     for setting, prefix in named:
-        for suffix in (".bin", ".idx"):
-            if not Path(f"{prefix}{suffix}").is_file():
-                problems.append(
-                    f"{setting}={prefix}: no file {prefix}{suffix} below {Path.cwd()}; correct "
-                    f"the prefix, or make it with `megalite data prepare SOURCE --out {prefix}`"
-                )
+        files = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
+        if missing := [name for name in files if not Path(name).is_file()]:
+            problems.append(
+                f"{setting}={prefix}: no file {' nor '.join(missing)} below {Path.cwd()}; correct "
+                f"the prefix, or make it with `megalite data prepare SOURCE --out {prefix}`"
+            )
     tokenizer = config.data.tokenizer
     if tokenizer is not None and not Path(tokenizer).is_file():
         problems.append(

@@ -330,11 +330,9 @@ def test_missing_inputs_names_each_file(tmp_path: Path) -> None:
     lines = missing_inputs(config(data__sources=[{"path": "a"}, {"path": str(prefix)}],
                                   eval__sets=sets))  # fmt: skip
     assert [line.split(" below ")[0] for line in lines] == [
-        "data.sources[0].path=a: no file a.bin",
-        "data.sources[0].path=a: no file a.idx",
+        "data.sources[0].path=a: no file a.bin nor a.idx",
         f"data.sources[1].path={prefix}: no file {prefix}.idx",
-        "eval.sets[0].path=gone: no file gone.bin",
-        "eval.sets[0].path=gone: no file gone.idx",
+        "eval.sets[0].path=gone: no file gone.bin nor gone.idx",
     ]
     (tmp_path / "corpus.idx").touch()
     assert missing_inputs(config(data__path=str(prefix))) == []
