@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from megalite.config import OptimizerConfig, RunConfig
 
 # A bf16 moment keeps 8 bits. With round-to-nearest, m * beta is m again once 1 - beta is below
-# 2^-9, and well above that the decay is already uneven: 1 - beta >= 2^-7 leaves it at least two
-# units in the last place.
+# 2^-9 to 2^-8: the moment never fades. 1 - beta >= 2^-7 is at least one unit in the last place.
 _MAX_BF16_BETA = 1 - 2**-7
 
 

@@ -29,5 +29,9 @@ KERNEL_FORWARD = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4
 KERNEL_BACKWARD = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
 
 # Half a unit in the last place of bfloat16 and of float16, relative: one rounding to nearest.
-BFLOAT16_UNIT = 2.0**-9
+BFLOAT16_UNIT = 2.0**-8
 FLOAT16_UNIT = 2.0**-11
+
+# float64 models of which one computes norms, softmax and rotation angles in float32, whatever its
+# dtype (transformers does): some 1e-7 from each, a few radians of angle at the tests' positions.
+STOCK_FLOAT32 = 5e-6

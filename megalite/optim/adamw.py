@@ -60,7 +60,8 @@ def _update_narrow(run: Run, config: OptimizerConfig, lr: float, step: Tensor) -
         here = slice(start, start + _BLOCK)
         stored = run.exp_avg[here], run.exp_avg_sq[here]
         wide = [moment.to(run.weight.dtype) for moment in stored]
-        _fused([Run(run.weight[here], run.grad[here], *wide, run.rule)], config, lr, step)
+        part = Run(run.weight[here], run.grad[here], wide[0], wide[1], run.rule)
+        _fused([part], config, lr, step)
         for moment, value in zip(stored, wide, strict=True):
             moment.copy_(value)
 

@@ -66,9 +66,11 @@ def require_matches(
     known = sorted({name for rank in everyone for name in rank})
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
     raise ConfigError(
-        f"optimizer.groups match={match!r} names no parameter; remove the group or match one of "
-        f"{', '.join(known[:_SHOWN])}{more} (N: any number)"
-        for match in lost
+        [
+            f"optimizer.groups match={match!r} names no parameter; remove the group or match one "
+            f"of {', '.join(known[:_SHOWN])}{more} (N: any number)"
+            for match in lost
+        ]
     )
 
 

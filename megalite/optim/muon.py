@@ -126,7 +126,7 @@ def blocks_of(piece: Piece, direction: Tensor, tp_size: int) -> list[Block]:
     spec, cut = piece.spec, piece.spec.matrices
     assert cut is not None, f"{spec.name} is no hidden matrix"
     local = direction.view(spec.local_shape(tp_size))
-    parts = local.split(list(cut.sizes), cut.dim) if cut.sizes else (local,)
+    parts = torch.split(local, list(cut.sizes), cut.dim) if cut.sizes else (local,)
     num_parts = 1 if spec.shard_dim is None else tp_size
     return [Block(part, spec.shard_dim, num_parts) for part in parts]
 
@@ -163,14 +163,14 @@ def _orthogonalise_all(blocks: Sequence[Block], tp: Axis, config: OptimizerConfi
     mine = by_owner[tp.rank]
     there = torch.cat([block.local.reshape(-1) for owned in by_owner for block in owned])
     received = exchange(there, tp, sizes, [sizes[tp.rank]] * tp.size).view(tp.size, -1)
-    shards = received.split([block.local.numel() for block in mine], dim=1)
+    shards = torch.split(received, [block.local.numel() for block in mine], dim=1)
     solved = [
         block.part(_solve(block, shard, config)) for block, shard in zip(mine, shards, strict=True)
     ]
     back = torch.cat(solved, dim=1).view(-1) if solved else there.new_empty(0)
     results = exchange(back, tp, [sizes[tp.rank]] * tp.size, sizes)
     in_order = [block for owned in by_owner for block in owned]
-    values = results.split([block.local.numel() for block in in_order])
+    values = torch.split(results, [block.local.numel() for block in in_order])
     for block, value in zip(in_order, values, strict=True):
         _store(block, value)
 

@@ -75,9 +75,9 @@ class BucketShard:
         """
         if self.bucket.whole:
             return []
-        moments = [self.states[kind] for kind in ADAMW_KINDS]
+        m, v = (self.states[kind] for kind in ADAMW_KINDS)
         return [
-            Run(self.weight[i:j], self.grad[i:j], *(moment[i:j] for moment in moments), rule)
+            Run(self.weight[i:j], self.grad[i:j], m[i:j], v[i:j], rule)
             for i, j, (trained, rule) in self.split(
                 lambda slot: (slot.param.requires_grad, slot.rule)
             )

@@ -18,7 +18,7 @@ from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
-from megalite.sharding import ShardSpec
+from megalite.sharding import Matrices, ShardSpec
 from megalite.tensor_parallel.grads import GradStore
 
 NUM_LAYERS = 4
@@ -38,9 +38,9 @@ def layer_specs(layer: int) -> list[ShardSpec]:
     name = f"layers.{layer}"
     return [
         ShardSpec(f"{name}.norm", (7,), partial=True, decay=False),
-        ShardSpec(f"{name}.up", (6, 5), shard_dim=0, uses=2),
+        ShardSpec(f"{name}.up", (6, 5), shard_dim=0, uses=2, matrices=Matrices()),
         ShardSpec(f"{name}.bias", (11,), decay=False),
-        ShardSpec(f"{name}.down", (5, 18), shard_dim=1),
+        ShardSpec(f"{name}.down", (5, 18), shard_dim=1, matrices=Matrices()),
     ]
 
 
@@ -194,24 +194,33 @@ class Expected:
     params: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
+    ema: dict[str, Tensor]
     norms: list[float] = field(default_factory=list)
 
 
-def expected(num_steps: int, config: OptimizerConfig, lr: float = 0.01) -> Expected:
-    """The same run by torch's own AdamW, without buffers, shards or ranks."""
+def expected(
+    num_steps: int,
+    config: OptimizerConfig,
+    lr: float = 0.01,
+    rules: Callable[[ShardSpec], tuple[float, float]] | None = None,
+) -> Expected:
+    """The same run by torch's own AdamW, without buffers, shards or ranks.
+
+    `rules` gives a parameter's (rate scale, decay); by default decay as its spec says.
+    """
+    rules = rules or (lambda spec: (1.0, config.weight_decay if spec.decay else 0.0))
     specs = {s.name: s for section in stage_sections(0, 1) for s in section}
     params = {name: nn.Parameter(draw(name)(s.shape)) for name, s in specs.items()}
     groups = [
-        {
-            "params": [params[name] for name, s in specs.items() if s.decay == decay],
-            "weight_decay": config.weight_decay if decay else 0.0,
-        }
-        for decay in (True, False)
+        {"params": [params[name]], "lr": lr * scale, "weight_decay": decay}
+        for name, spec in specs.items()
+        for scale, decay in [rules(spec)]
     ]
     adamw = torch.optim.AdamW(
         groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, foreach=False
     )
     norms = []
+    average = {name: param.detach().clone() for name, param in params.items()}
     for step in range(num_steps):
         for name, param in params.items():
             keys = [(name, "in"), (name, "out")] if name == TIED.name else [(name,)]
@@ -227,11 +236,14 @@ def expected(num_steps: int, config: OptimizerConfig, lr: float = 0.01) -> Expec
             for param in params.values():
                 param.grad *= config.clip_grad / (norm + 1e-6)
         adamw.step()
+        for name, param in params.items():
+            left = config.ema_decay or 0.0
+            average[name] = left * average[name] + (1 - left) * param.detach()
     moments = [
         {name: adamw.state[param][kind] for name, param in params.items()}
         for kind in ("exp_avg", "exp_avg_sq")
     ]
-    return Expected({n: p.detach() for n, p in params.items()}, *moments, norms)
+    return Expected({n: p.detach() for n, p in params.items()}, *moments, average, norms)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -249,7 +261,12 @@ def worst_error(
         for chunk in chunks
         for param, spec in chunk.named_params()
     ]
-    kinds = {"param": want.params, "exp_avg": want.exp_avg, "exp_avg_sq": want.exp_avg_sq}
+    kinds = {
+        "param": want.params,
+        "exp_avg": want.exp_avg,
+        "exp_avg_sq": want.exp_avg_sq,
+        "ema": want.ema,
+    }
     for state in optimizer.named_state():
         kind, _, name = state.name.partition("/")
         whole = local_part(kinds[kind][name], state.spec, mesh).reshape(-1)

@@ -48,17 +48,19 @@ def test_owners_cover_every_number_exactly_once(
         assert ends[-1] == numels[name.split("/")[1]]
 
 
-def save_and_load(ctx: RankContext, zero: int, dtype: torch.dtype) -> tuple[bool, bool, list[str]]:
+def save_and_load(
+    ctx: RankContext, zero: int, dtype: torch.dtype, settings: dict[str, Any]
+) -> tuple[bool, bool, list[str]]:
     """Whether two steps, a load into a fresh optimizer and two steps equal four steps, bitwise."""
     mesh = ctx.mesh(tp=2, pp=2)
-    chunks, optimizer = make(mesh, dtype, zero=zero)
+    chunks, optimizer = make(mesh, dtype, zero=zero, **settings)
     train(chunks, optimizer, mesh, 2)
     saved = {s.name + str(s.start): s.tensor.clone() for s in optimizer.named_state()}
     scalars = optimizer.scalars()
     train(chunks, optimizer, mesh, 2, first_step=2)
     optimizer.wait_params()
 
-    fresh, loaded = make(mesh, dtype, zero=zero)
+    fresh, loaded = make(mesh, dtype, zero=zero, **settings)
     for chunk in fresh:
         for param, _ in chunk.named_params():
             param.data.fill_(7.0)
@@ -82,7 +84,34 @@ def save_and_load(ctx: RankContext, zero: int, dtype: torch.dtype) -> tuple[bool
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_loading_equals_never_stopping(pool: RankPool, zero: int, dtype: torch.dtype) -> None:
-    ranks = pool.run(save_and_load, 8, zero, dtype)
+    ranks = pool.run(save_and_load, 8, zero, dtype, {})
+    assert ranks == [(True, True, [])] * 8
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16 moments": {"moment_dtype": "bfloat16"},
+    "bf16 reduction": {"grad_reduce_dtype": "bfloat16"},
+    "average": {"ema_decay": 0.9},
+    "groups": {"groups": [{"match": "layers.1.*", "lr_scale": 0.5, "weight_decay": 0.3}]},
+    "muon": {"name": "muon"},
+    "muon with bf16 moments and average": {
+        "name": "muon",
+        "moment_dtype": "bfloat16",
+        "ema_decay": 0.9,
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_loading_equals_never_stopping_with_each_option(pool: RankPool, option: str) -> None:
+    ranks = pool.run(save_and_load, 8, 1, torch.bfloat16, OPTIONS[option])
+    assert ranks == [(True, True, [])] * 8
+
+
+def test_loading_a_scaled_run_equals_never_stopping(pool: RankPool) -> None:
+    """float16: the scale and its counters come back, too."""
+    settings = {"loss_scale": 4.0, "loss_scale_interval": 3}
+    ranks = pool.run(save_and_load, 8, 1, torch.float16, settings)
     assert ranks == [(True, True, [])] * 8
 
 
