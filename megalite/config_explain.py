@@ -96,7 +96,8 @@ def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping
 
 
 def _spot(name: str, inside: tuple[int | str, ...]) -> str:
-    return name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
+    parts = [part for part in inside if part != "[key]"]  # pydantic's mark of a table's own key
+    return name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
 
 
 def _remedy(found: Any) -> str:

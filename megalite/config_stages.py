@@ -88,8 +88,8 @@ def _even_problems(config: RunConfig) -> list[str]:
     num_layers, pp = config.model.num_layers, config.parallel.pp
     needed = _num_stages(config) - sum(1 for load in extra if load)
     return [
-        f"model.num_layers={num_layers} leaves stages of {_stages_text(config)} without a layer; "
-        f"use at most {_count(num_layers, 'stage', 'stages')}"
+        f"model.num_layers={num_layers} is too few for {_stages_text(config)}, some of which "
+        f"would have no layer; use at most {_count(num_layers, 'stage', 'stages')}"
         f"{_fitting_vpp(num_layers, pp)}, at least {_count(needed, 'layer', 'layers')}, "
         f"or parallel.stage_layers (where a stage may have 0)"
     ]

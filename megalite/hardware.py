@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
@@ -16,13 +17,16 @@ from megalite.config_explain import explain
 from megalite.config_load import read_toml
 from megalite.errors import ConfigError
 
+PeakFormat = Literal["float16", "bfloat16", "tf32", "float32", "float64"]
+
 
 class Hardware(Section):
     """One kind of GPU in its usual node. Bandwidths are per GPU and direction, 1 GB = 1e9 bytes."""
 
     name: str
     device_names: list[str]  # as torch.cuda.get_device_name reports them; compared whole
-    peak_tflops: dict[str, float]  # dtype -> dense matrix TFLOP/s; a dtype left out is unknown
+    # number format -> dense matrix TFLOP/s; one left out is unknown
+    peak_tflops: dict[PeakFormat, Annotated[float, Field(gt=0)]]
     memory_gib: float = Field(gt=0)  # what CUDA reports as total, less than the nominal size
     memory_gb_per_s: float = Field(gt=0)
     nvlink_gb_per_s: float = Field(gt=0)
@@ -52,10 +56,33 @@ def find_device(device_name: str) -> Hardware | None:
     return found[0] if found else None
 
 
-def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Dense peak TFLOP/s of a device for a config dtype ("bfloat16"); None if not known."""
+def own_device(path: str | Path, device_name: str) -> Hardware:
+    """A hardware file of the user's own; ConfigError unless it names the device."""
+    hardware = load_hardware(path)
+    if device_name.strip() not in hardware.device_names:
+        raise ConfigError(
+            f"{path}: device_names={hardware.device_names} does not name the device that trains, "
+            f"{device_name.strip()!r}; add it, or leave out log.hardware"
+        )
+    return hardware
+
+
+def peak_tflops(device_name: str, number_format: str) -> float | None:
+    """Dense peak TFLOP/s of a device for a number format ("bfloat16"); None if not known."""
     device = find_device(device_name)
-    return None if device is None else device.peak_tflops.get(dtype)
+    return None if device is None else peak_of(device, number_format)
+
+
+def peak_of(hardware: Hardware, number_format: str) -> float | None:
+    """Dense peak TFLOP/s of a kind of hardware for a number format; None if not known."""
+    return next(
+        (peak for name, peak in hardware.peak_tflops.items() if name == number_format), None
+    )
+
+
+def number_format(dtype: str, tf32: bool) -> str:
+    """What matrix products of a config's dtype run in: "tf32" for float32 where it is allowed."""
+    return "tf32" if tf32 and dtype == "float32" else dtype
 
 
 def _preset_folder() -> Path:

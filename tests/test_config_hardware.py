@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from megalite.errors import ConfigError
-from megalite.hardware import find_device, load_hardware, peak_tflops, presets
+from megalite.hardware import (
+    find_device,
+    load_hardware,
+    number_format,
+    own_device,
+    peak_of,
+    peak_tflops,
+    presets,
+)
 
 
 def test_every_preset_loads() -> None:
@@ -48,6 +56,40 @@ def test_peaks_of_known_devices(device: str, tflops: float) -> None:
 def test_similar_and_unknown_devices_are_unknown(device: str) -> None:
     assert find_device(device) is None
     assert peak_tflops(device, "bfloat16") is None
+
+
+def test_float32_products_in_tf32_have_a_peak_of_their_own() -> None:
+    assert number_format("float32", tf32=True) == "tf32"
+    assert number_format("float32", tf32=False) == "float32"
+    assert number_format("bfloat16", tf32=True) == "bfloat16"
+    assert peak_tflops("NVIDIA H200", "tf32") == 494.7
+    assert peak_tflops("NVIDIA H200", "float32") == 67
+
+
+OWN = """
+name = "mine"
+device_names = ["x86_64", "cpu"]
+memory_gib = 8
+memory_gb_per_s = 20
+nvlink_gb_per_s = 1
+network_gb_per_s = 1
+gpus_per_node = 1
+[peak_tflops]
+float32 = 0.1
+"""
+
+
+def test_a_file_of_ones_own_must_name_the_device(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    assert peak_of(own_device(path, "cpu"), "float32") == 0.1
+    assert peak_of(own_device(path, "cpu"), "bfloat16") is None
+    with pytest.raises(ConfigError, match="does not name the device that trains, 'NVIDIA H20'"):
+        own_device(path, "NVIDIA H20")
+    path.write_text(OWN.replace("float32 = 0.1", "bf16 = 0.1\nfloat32 = 0"))
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(path)
+    assert len(caught.value.problems) == 2
 
 
 def test_a_dtype_without_a_figure_is_unknown() -> None:

@@ -13,6 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from megalite.cli import data
+from megalite.cli.doctor import doctor
+from megalite.cli.generate import generate
+from megalite.cli.info import info
 from megalite.cli.schedule import schedule
 from megalite.errors import ConfigError, MegaliteError
 
@@ -44,6 +47,9 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command()(schedule)
+app.command()(generate)
+app.command()(doctor)
+app.command()(info)
 
 
 @app.callback()
@@ -117,37 +123,6 @@ def report(
     for line in [*summary(record), "", *time_table(record)]:
         typer.echo(line)
     typer.echo(f"\nloss curve: {draw_losses(record, folder.name, folder / 'loss.png')}")
-
-
-@app.command()
-def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many; 0: all.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
-) -> None:
-    """Continue a text with a run's newest checkpoint."""
-    from pathlib import Path
-
-    from megalite.train.generate import generate as sample
-    from megalite.train.generate import load_model, load_tokenizer, open_run
-
-    model, config = load_model(open_run(Path(run)))
-    tokenizer = load_tokenizer(config)
-    ids = tokenizer.encode(prompt)
-    added = sample(
-        model,
-        ids,
-        tokens,
-        temperature=temperature,
-        top_k=top_k or None,
-        seed=seed,
-        eos_id=tokenizer.eos_id,
-        num_ids=tokenizer.vocab_size,
-    )
-    typer.echo(tokenizer.decode(ids + added))
 
 
 @app.command()

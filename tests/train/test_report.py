@@ -142,27 +142,6 @@ def test_a_run_line_that_says_little_is_enough(tmp_path: Path) -> None:
     assert result.output.startswith("1 step, n/a tokens, n/a parameters\n")
 
 
-def test_generate_continues_a_prompt(run: Path) -> None:
-    options = ("--prompt", "def f", "--tokens", "12", "--seed", "3")
-    first, again = (invoke("generate", run, *options) for _ in range(2))
-    assert first.exit_code == 0, first.output
-    assert first.output == again.output
-    assert first.output.startswith("def f")
-    other = invoke("generate", run, *options[:-1], "4")
-    assert other.output != first.output
-    greedy = [invoke("generate", run, "--temperature", "0", "--seed", s) for s in (1, 2)]
-    assert greedy[0].output == greedy[1].output
-
-
-def test_generate_without_a_checkpoint_is_refused_in_a_line(tmp_path: Path) -> None:
-    result = invoke("generate", tmp_path)
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"error: {tmp_path} holds no checkpoint; give the folder of a run that has "
-        "saved (at its end, on a signal, and every checkpoint.interval steps)\n"
-    )
-
-
 def test_the_run_folder_keeps_config_and_console(run: Path) -> None:
     config = load_config(str(run / "config.toml"), []).config
     assert config.name == "run"

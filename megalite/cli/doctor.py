@@ -1,0 +1,34 @@
+"""`megalite doctor`: what this machine has and what it lacks. Thin: findings as lines or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MARKS = {"ok": "ok", "warning": "warn", "missing": "MISS"}
+
+
+def doctor(
+    out: Annotated[str, typer.Option(help="Folder that run folders would go to.")] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say whether this machine can train, and what is missing; exit code 1 if it cannot."""
+    from megalite.train.doctor import examine, exit_code
+
+    findings = examine(Path(out))
+    code = exit_code(findings)
+    if as_json:
+        report = {"ok": code == 0, "findings": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(report, indent=2))
+        raise typer.Exit(code)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        typer.echo(f"{_MARKS[finding.status]:<5}{finding.name:<{width}}  {finding.found}")
+        if finding.status != "ok" and finding.remedy:
+            typer.echo(f"{'':<5}{'':<{width}}  -> {finding.remedy}")
+    typer.echo("ready to train" if code == 0 else "not ready: see the lines marked MISS")
+    raise typer.Exit(code)

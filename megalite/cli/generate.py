@@ -1,0 +1,172 @@
+"""`megalite generate`: continue texts with a run's checkpoint. Thin: options in, texts out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalite.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megalite.train.sampling import Sampling
+
+_PROMPT = "def "
+_TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 1.0
+
+
+def generate(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Option(help=f"Text to continue (default: {_PROMPT!r}).")
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Texts to continue: one a line, or JSON lines with a key prompt (.jsonl). "
+            "Prints JSON lines; text number i is drawn with seed + i.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "--max-tokens", help="Tokens to add at most.")
+    ] = 128,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Take the likeliest token each time.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help=f"Above 0 (default: {_TEMPERATURE}); 0: as --greedy.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Draw among so many; 0: all (default: {_TOP_K}).")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among the likeliest with this much probability.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint (default: the newest sound one).")
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Use the average of the weights that the run kept.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Continue a text with a run's newest checkpoint."""
+    problems = _problems(prompt, prompts, tokens, greedy, temperature, top_k, top_p, device)
+    if problems:
+        raise ConfigError(problems)
+    texts = [_PROMPT if prompt is None else prompt] if prompts is None else _read(Path(prompts))
+
+    from megalite.train.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=0.0 if greedy else _TEMPERATURE if temperature is None else temperature,
+        top_k=_TOP_K if top_k is None else top_k,
+        top_p=_TOP_P if top_p is None else top_p,
+        seed=seed,
+    )
+    completions = _continue(run, step, texts, tokens, sampling, ema, device)
+    for text, (whole, completion) in zip(texts, completions, strict=True):
+        if prompts is None:
+            typer.echo(whole)
+        else:
+            typer.echo(json.dumps({"prompt": text, "completion": completion}, ensure_ascii=False))
+
+
+def _problems(
+    prompt: str | None,
+    prompts: str | None,
+    tokens: int,
+    greedy: bool,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    device: str,
+) -> list[str]:
+    problems = []
+    if prompt is not None and prompts is not None:
+        problems.append("--prompt and --prompts are both given; leave one out")
+    if tokens < 1:
+        problems.append(f"--tokens={tokens} needs to be at least 1")
+    if device not in ("cpu", "cuda"):
+        problems.append(f"--device={device} needs to be cpu or cuda")
+    if greedy and temperature is not None:
+        problems.append(f"--temperature={temperature:g} has no effect with --greedy; leave one out")
+    likeliest = "--greedy" if greedy else "--temperature=0" if temperature == 0 else None
+    for name, value in (("--top-k", top_k), ("--top-p", top_p)):
+        if likeliest is not None and value is not None:
+            problems.append(
+                f"{name}={value:g} has no effect with {likeliest}, which takes the likeliest "
+                "token; leave one out"
+            )
+    return problems
+
+
+def _read(path: Path) -> list[str]:
+    """Prompts of a file, line by line; blank lines are left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompts={path} cannot be read: {error}") from None
+    texts = [
+        _prompt_of(line, f"{path}, line {number}") if path.suffix == ".jsonl" else line
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not texts:
+        raise DataError(f"--prompts={path} holds no prompt; write one a line")
+    return texts
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    if not isinstance(prompt, str):
+        raise DataError(f"{place}: needs a JSON object with a text under the key prompt")
+    return prompt
+
+
+def _continue(
+    run: str,
+    step: int | None,
+    texts: list[str],
+    tokens: int,
+    sampling: Sampling,
+    ema: bool,
+    device: str,
+) -> list[tuple[str, str]]:
+    """For each text, itself with what was added, and what was added."""
+    import dataclasses
+
+    import torch
+
+    from megalite.train.generate import generate as sample
+    from megalite.train.generate import load_model, load_tokenizer, open_run
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda: this torch sees no CUDA device; leave it out")
+    checkpoint = open_run(Path(run), step)
+    model, config = load_model(checkpoint, torch.device(device), "ema" if ema else "param")
+    tokenizer = load_tokenizer(config)
+    completions = []
+    for index, text in enumerate(texts):
+        ids = tokenizer.encode(text)
+        added = sample(
+            model,
+            ids,
+            tokens,
+            dataclasses.replace(sampling, seed=sampling.seed + index),
+            eos_id=tokenizer.eos_id,
+            num_ids=tokenizer.vocab_size,
+        )
+        whole = tokenizer.decode(ids + added)
+        completions.append((whole, whole[len(tokenizer.decode(ids)) :]))
+    return completions

@@ -1,0 +1,138 @@
+"""`megalite info`: a run, a checkpoint or a dataset in a page. Thin: values in, lines out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_MIB = 2**20
+
+
+def info(
+    path: Annotated[
+        str, typer.Argument(metavar="RUN|CKPT|DATA", help="A run, a checkpoint, or a PREFIX.")
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Compare the sizes of checkpoint files, not hashes.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
+) -> None:
+    """Say what a run, a checkpoint or a dataset holds, and whether it is sound."""
+    from megalite.train.info import describe
+    from megalite.train.records import plain
+
+    found = describe(Path(path), verify=not quick)
+    if as_json:
+        typer.echo(json.dumps(plain(found), indent=2, allow_nan=False))
+        return
+    lines = {"run": _run, "checkpoint": _checkpoint, "dataset": _dataset}[found["kind"]]
+    for line in lines(found, quick):
+        typer.echo(line)
+
+
+def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:
+    yield f"run          {found['path']}"
+    yield from _model(found)
+    step, total = found["step"], found["total_steps"]
+    attempts = f", attempt {found['attempts']}" if found["attempts"] > 1 else ""
+    yield (
+        f"steps        {_text(step)} of {_text(total)}, {_count(found['consumed_tokens'])} tokens"
+        f"{attempts}, {found['end'] or 'running or cut off'}"
+    )
+    yield f"loss         {_number(found['loss'])}"
+    for name, loss in found["evaluations"].items():
+        yield f"  {name:<11}{_number(loss)}"
+    if found["skipped_steps"]:
+        yield f"skipped      {found['skipped_steps']} steps without an update"
+    yield from _software(found)
+    for number, checkpoint in enumerate(found["checkpoints"]):
+        yield f"{'checkpoints' if number == 0 else '':<13}{_listed(checkpoint, quick)}"
+    if not found["checkpoints"]:
+        yield "checkpoints  none"
+    if found["damage"]:
+        yield f"warning      {found['damage']}"
+
+
+def _listed(checkpoint: dict[str, Any], quick: bool) -> str:
+    if not checkpoint["sound"]:
+        return f"{checkpoint['name']}  BAD: {checkpoint['problem']}"
+    return f"{checkpoint['name']}  {checkpoint['bytes'] / _MIB:,.1f} MiB  {_verified(quick)}"
+
+
+def _checkpoint(found: dict[str, Any], quick: bool) -> Iterator[str]:
+    yield f"checkpoint   {found['path']}"
+    yield f"step         {found['step']}, {_count(found['consumed_tokens'])} tokens"
+    yield from _model(found)
+    yield (
+        f"weights      {_count(found['stored_weights'])} stored as "
+        f"{', '.join(found['weight_dtypes'])}; states {', '.join(found['states'])}"
+    )
+    yield "saved at     " + " x ".join(f"{axis} {size}" for axis, size in found["saved_at"].items())
+    yield (
+        f"files        {found['files']}, {found['bytes'] / _MIB:,.1f} MiB in {found['tensors']} "
+        f"tensors, {_verified(quick)}"
+    )
+    yield from _software(found)
+
+
+def _dataset(found: dict[str, Any], quick: bool) -> Iterator[str]:
+    yield f"dataset      {found['path']}"
+    yield f"tokens       {found['tokens']:,} ({found['dtype']}, {found['bytes'] / _MIB:,.1f} MiB)"
+    yield f"documents    {found['documents']:,} in {found['sequences']:,} sequences"
+    yield f"vocabulary   {_text(found['vocab_size'])}, tokenizer {_text(found['tokenizer'])}"
+    yield f"source       {_text(found['source'])}"
+    yield f"checks       {'good' if found['sound'] else 'BAD'}"
+    for problem in found["problems"]:
+        yield f"             {problem}"
+
+
+def _model(found: dict[str, Any]) -> Iterator[str]:
+    model, layout = found["model"], found["layout"]
+    parameters = f", {_count(found['parameters'])} parameters" if found.get("parameters") else ""
+    yield (
+        f"model        {_text(model['family'])}, {_text(model['num_layers'])} layers of "
+        f"{_text(model['hidden_size'])}, {_text(model['num_heads'])} heads, vocabulary "
+        f"{_text(model['vocab_size'])}{parameters}"
+    )
+    yield (
+        "layout       "
+        + " x ".join(f"{axis} {_text(size)}" for axis, size in layout.items())
+        + f", {_text(found['dtype'])}, {_text(found['global_batch'])} x "
+        f"{_text(found['seq_length'])} tokens a step"
+    )
+
+
+def _software(found: dict[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in (found["versions"] or {}).items())
+    commit, hardware = found.get("git_commit"), found.get("hardware") or {}
+    yield f"software     {versions or 'n/a'}{f', commit {commit[:12]}' if commit else ''}"
+    if hardware:
+        peak = hardware.get("peak_tflops")
+        shown = f"{peak:g} TFLOP/s" if peak else "n/a"
+        yield f"hardware     {hardware.get('name', 'n/a')}, peak {shown}"
+
+
+def _verified(quick: bool) -> str:
+    return "sizes match" if quick else "verified"
+
+
+def _text(value: Any) -> str:
+    return "n/a" if value is None else str(value)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else _text(value)
+
+
+def _count(value: int | None) -> str:
+    """A count in thousands, millions or billions; small ones as they are."""
+    if value is None:
+        return "n/a"
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return str(value)

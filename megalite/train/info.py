@@ -1,0 +1,155 @@
+"""What a path is, and what it holds: a run, a checkpoint or a dataset, as plain values.
+
+A run without steps yet, or with damaged lines or checkpoints, is described, not refused. Changes
+nothing. Reading order: `describe`, then one function for each kind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.find import open_checkpoint
+from megalite.checkpoint.manifest import MANIFEST
+from megalite.checkpoint.store import list_steps
+from megalite.errors import CheckpointError, DataError
+from megalite.train.records import read_lines
+
+_METRICS = "metrics.jsonl"
+
+
+def describe(path: Path, verify: bool = True) -> dict[str, Any]:
+    """A description with `kind` "run", "checkpoint" or "dataset".
+
+    `verify`: hash every file of the checkpoints; otherwise only their sizes are compared. Raises
+    DataError for a path that is none of the three, and what their readers raise.
+    """
+    if (path / MANIFEST).is_file():
+        return {"kind": "checkpoint", **_checkpoint(path, verify)}
+    if (path / _METRICS).is_file() or list_steps(path / "checkpoints"):
+        return {"kind": "run", **_run(path, verify)}
+    prefix = _prefix(path)
+    if prefix is not None:
+        return {"kind": "dataset", **_dataset(prefix)}
+    state = "is none of these" if path.exists() else "does not exist"
+    inside = [step.name for _, step in list_steps(path)]
+    hint = f"; it holds the checkpoints {', '.join(inside)}" if inside else ""
+    raise DataError(
+        f"{path} {state}: give a run folder (with {_METRICS}), a checkpoint (with {MANIFEST}) or "
+        f"the PREFIX of a dataset (PREFIX.bin and PREFIX.idx){hint}"
+    )
+
+
+def _prefix(path: Path) -> str | None:
+    """The dataset prefix that a path means, if its index is there."""
+    plain = str(path.with_suffix("")) if path.suffix in (".bin", ".idx") else str(path)
+    return plain if Path(f"{plain}.idx").is_file() else None
+
+
+def _run(path: Path, verify: bool) -> dict[str, Any]:
+    lines = read_lines(path / _METRICS)
+    kinds = [line["kind"] for line in lines.sound]
+    starts = [line for line in lines.sound if line["kind"] in ("run", "restart")]
+    steps = [line for line in lines.sound if line["kind"] == "step"]
+    ends = [line for line in lines.sound if line["kind"] == "end"]
+    found = [_listed(step, verify) for _, step in list_steps(path / "checkpoints")]
+    head = starts[-1] if starts else {}
+    last = steps[-1] if steps else {}
+    after = lines.sound.index(ends[-1]) if ends else -1
+    return {
+        "path": str(path),
+        **_config_facts(head.get("config") or {}),
+        "parameters": head.get("parameters"),
+        "hardware": head.get("hardware"),
+        "versions": head.get("versions"),
+        "git_commit": head.get("git_commit"),
+        "attempts": max((line.get("attempt", 1) for line in lines.sound), default=0),
+        "step": last.get("step", head.get("step")),
+        "loss": last.get("loss"),
+        "consumed_tokens": last.get("consumed_tokens"),
+        "evaluations": _last_evaluations(lines.sound),
+        "skipped_steps": kinds.count("skip"),
+        "end": ends[-1].get("reason") if ends and after == len(kinds) - 1 else None,
+        "checkpoints": found,
+        "damage": lines.damage(),
+    }
+
+
+def _last_evaluations(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last loss of each validation set, by name."""
+    evals = (line for line in lines if line["kind"] == "eval")
+    return {str(line.get("name", "validation")): line["loss"] for line in evals}
+
+
+def _listed(path: Path, verify: bool) -> dict[str, Any]:
+    """A checkpoint of a run in a few facts; one that is bad says why."""
+    try:
+        found = open_checkpoint(path, verify="sha256" if verify else "size")
+    except CheckpointError as error:
+        return {"name": path.name, "bytes": None, "sound": False, "problem": str(error)}
+    size = sum(entry.size_bytes for entry in found.manifest.files.values())
+    return {"name": path.name, "bytes": size, "sound": True, "problem": None}
+
+
+def _checkpoint(path: Path, verify: bool) -> dict[str, Any]:
+    manifest = open_checkpoint(path, verify="sha256" if verify else "size").manifest
+    config = manifest.config if isinstance(manifest.config, dict) else {}
+    weights = [t for name, t in manifest.tensors.items() if name.startswith("param/")]
+    trainer = manifest.state.get("trainer")
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        **_config_facts(config),
+        "saved_at": manifest.layout,
+        "stored_weights": sum(_numel(tensor.shape) for tensor in weights),
+        "weight_dtypes": sorted({tensor.dtype for tensor in weights}),
+        "states": sorted({name.split("/", 1)[0] for name in manifest.tensors}),
+        "tensors": len(manifest.tensors),
+        "files": len(manifest.files),
+        "bytes": sum(entry.size_bytes for entry in manifest.files.values()),
+        "versions": manifest.versions,
+        "consumed_tokens": trainer.get("consumed_tokens") if isinstance(trainer, dict) else None,
+        "verified": "sha256" if verify else "size",
+    }
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+def _config_facts(config: dict[str, Any]) -> dict[str, Any]:
+    """What identifies a run in its resolved config; None where it does not say."""
+    model, parallel, train = (config.get(name) or {} for name in ("model", "parallel", "train"))
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size")
+    return {
+        "name": config.get("name"),
+        "model": {name: model.get(name) for name in ("family", *sizes, "vocab_size")},
+        "layout": {name: parallel.get(name) for name in ("tp", "pp", "vpp", "dp")},
+        "dtype": train.get("dtype"),
+        "total_steps": train.get("steps"),
+        "global_batch": train.get("global_batch"),
+        "seq_length": (config.get("data") or {}).get("seq_length"),
+    }
+
+
+def _dataset(prefix: str) -> dict[str, Any]:
+    from megalite.data.inspection import inspect_dataset
+
+    found = inspect_dataset(prefix, num_shown=0)
+    sidecar = found.sidecar
+    return {
+        "path": prefix,
+        "tokens": found.num_tokens,
+        "documents": found.num_documents,
+        "sequences": found.num_sequences,
+        "dtype": found.dtype,
+        "bytes": Path(f"{prefix}.bin").stat().st_size,
+        "vocab_size": sidecar.vocab_size if sidecar else None,
+        "tokenizer": found.tokenizer or (sidecar.tokenizer.file if sidecar else None),
+        "source": sidecar.source.description if sidecar else None,
+        "sound": found.good,
+        "problems": [f"{check.name}: {check.detail}" for check in found.checks if not check.good],
+    }
