@@ -31,6 +31,8 @@ _FREE_KEYS = (
     "train.loss_spike_window",
     "data.path",
     "data.tokenizer",
+    "data.workers",
+    "data.prefetch",
     "optimizer.zero",
     "optimizer.bucket_mb",
     "optimizer.overlap_grad_reduce",

@@ -1,32 +1,59 @@
-"""A short name for the content of an indexed dataset, to notice data changed in place.
+"""What the content of an indexed dataset is called, to notice data changed in place.
 
-Covers the two sizes, all of the index, and the token file: whole up to 64 MiB, above that 1,024
-evenly spread blocks of 4 KiB with both ends. A change between the blocks of a large file that
-keeps every document's length is not seen; times of files play no part.
+The fingerprint covers the two sizes, the index and the token file: each whole up to 64 MiB, above
+that 1,024 evenly spread blocks of 4 KiB with both ends. Times of files play no part in it: copying
+to a node's own disk, or touching, changes nothing. A change between the blocks of a large file
+leaves the fingerprint alone, but not the file's time; so that is kept beside it and told.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from megalite.data.indexed import IndexedDataset
 
 WHOLE_BYTES = 64 << 20
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024
 
 
+@dataclass(frozen=True)
+class Identity:
+    """A dataset's content, and when its token file was last written."""
+
+    path: str
+    fingerprint: str
+    num_bytes: int  # of the token file
+    mtime_ns: int
+
+
+def identify(data: IndexedDataset) -> Identity:
+    """The identity of an opened dataset."""
+    seen = data.bin_path.stat()
+    name = fingerprint_files(data.bin_path, data.idx_path)
+    return Identity(str(data.prefix), name, seen.st_size, seen.st_mtime_ns)
+
+
+def as_saved(identities: Mapping[str, Identity]) -> dict[str, dict[str, Any]]:
+    """Identities by name as a checkpoint keeps them."""
+    return {name: asdict(known) for name, known in identities.items()}
+
+
 def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
-    """Hex sha256 over sizes, index and (sampled) token bytes."""
+    """Hex sha256 over sizes, index and token bytes, as above."""
     digest = hashlib.sha256()
-    sizes = (bin_path.stat().st_size, idx_path.stat().st_size)
-    digest.update(f"megalite-1 {sizes[0]} {sizes[1]}".encode())
-    with idx_path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    with bin_path.open("rb") as stream:
-        for start, length in _blocks(sizes[0]):
-            stream.seek(start)
-            digest.update(stream.read(length))
+    paths = (idx_path, bin_path)
+    sizes = {path: path.stat().st_size for path in paths}
+    digest.update(f"megalite-1 {sizes[bin_path]} {sizes[idx_path]}".encode())
+    for path in paths:
+        with path.open("rb") as stream:
+            for start, length in _blocks(sizes[path]):
+                stream.seek(start)
+                digest.update(stream.read(length))
     return digest.hexdigest()
 
 

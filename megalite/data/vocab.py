@@ -1,7 +1,7 @@
 """Do a dataset's ids fit a model's vocabulary? Answered before the first step, in bounded time.
 
 Known from the dtype where that is narrow enough; else by scanning a dataset of up to SCAN_TOKENS;
-else from the sidecar, if its fingerprint still holds; else by scanning an even sample of that size.
+else from the sidecar, if its fingerprint still holds; else by scanning SAMPLE_TOKENS, evenly spread.
 The answer says which. Under a sample, microbatches should be checked too (Batches: vocab_size).
 """
 
@@ -18,7 +18,8 @@ from megalite.data.sidecar import Sidecar
 from megalite.errors import DataError
 
 SCAN_TOKENS = 100_000_000
-SCAN_CHUNK = 1 << 20
+SAMPLE_TOKENS = 1 << 24
+SCAN_CHUNK = 1 << 18  # tokens read at a time; no page of the file stays mapped
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -
     if sidecar is not None:
         _check_fingerprint(data, sidecar)
         return VocabCheck("sidecar", sidecar.max_id, f"as {data.prefix}.json states")
-    every = -(-count // SCAN_TOKENS)
+    every = -(-count // SAMPLE_TOKENS)
     detail = f"largest in a sample, 1 of {every} blocks of {SCAN_CHUNK} tokens"
     return VocabCheck("sample", _scan(data, every), detail)
 
@@ -60,7 +61,7 @@ def largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -
 def _scan(data: IndexedDataset, every: int) -> int:
     largest = -1
     for start in range(0, data.num_tokens, SCAN_CHUNK * every):
-        part = data.tokens[start : start + SCAN_CHUNK]
+        part = data.read(start, min(start + SCAN_CHUNK, data.num_tokens))
         if (low := int(part.min())) < 0:
             raise DataError(
                 f"{data.bin_path}: holds token id {low}; ids must be 0 or more: "

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.data.dataset import Batches, MicroBatch
+from megalite.batch_plan import BatchPlan
+from megalite.config import RunConfig
+from megalite.data.batches import Batches, MicroBatch
+from megalite.data.loader import Loader
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.model.dropout import DropoutAt
@@ -33,22 +36,25 @@ class TokenBatch:
 
 
 def rank_micro_batches(
-    batches: Batches,
-    step: int,
-    global_batch: int,
-    micro_batch: int,
-    mesh: Mesh,
-    first_sample: int | None = None,
+    batches: Batches, first_sample: int, global_batch: int, micro_batch: int, mesh: Mesh
 ) -> list[MicroBatch]:
-    """This rank's microbatches of a step, in order; the same on all ranks of a replica.
+    """This rank's microbatches of the step that starts at sample `first_sample`, in order.
 
-    `first_sample`: where the step starts in the run, if not at step * global_batch.
+    They are the same on all ranks of a replica.
     """
-    dp, count = mesh.dp, global_batch // (micro_batch * mesh.dp.size)
-    return [
-        batches.micro_batch(step, global_batch, micro_batch, dp.rank, dp.size, index, first_sample)
-        for index in range(count)
-    ]
+    return batches.rank_batches(first_sample, global_batch, micro_batch, mesh.dp.rank, mesh.dp.size)
+
+
+def step_loader(
+    batches: Batches, plan: BatchPlan, stop: int, config: RunConfig, mesh: Mesh
+) -> Loader[list[MicroBatch]]:
+    """Reads this rank's microbatches of the plan's steps below `stop` ahead of their use."""
+
+    def read(step: int) -> list[MicroBatch]:
+        first, batch = plan.first_sample(step), plan.global_batch(step)
+        return rank_micro_batches(batches, first, batch, config.train.micro_batch, mesh)
+
+    return Loader(read, stop=stop, workers=config.data.workers, prefetch=config.data.prefetch)
 
 
 def count_valid_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:

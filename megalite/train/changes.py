@@ -17,6 +17,7 @@ from megalite.batch_plan import BatchPlan, batch_plan, horizon_steps
 from megalite.config import RunConfig
 from megalite.config_keys import keys, toml_value, value_of
 from megalite.config_resume import ALL_LISTED, DATA, HORIZON, Change, may_change
+from megalite.data.fingerprint import WHOLE_BYTES
 from megalite.errors import CheckpointError
 from megalite.lr_phases import Phases, lr_phases
 
@@ -72,10 +73,23 @@ def changed_settings(old: RunConfig, new: RunConfig, plan: BatchPlan, step: int)
     return changed
 
 
-def changed_data(old: str, new: str, path: str) -> list[Changed]:
-    """The dataset's content, by fingerprint."""
-    note = f" (fingerprints of the content of {path}; it is another dataset now)"
-    return [Changed(DATA, old, new, "accept", note)] if old != new else []
+def changed_data(old: dict[str, Any], new: dict[str, Any]) -> list[Changed]:
+    """Datasets whose content differs, by the names of sources and evaluation sets.
+
+    What is only there before or after is a change of settings. Where a large token file was written
+    to since, its fingerprint, of blocks only, cannot tell whether anything changed: that is `free`,
+    to be told.
+    """
+    changed = []
+    for name in new.keys() & old.keys():
+        was, now = old[name], new[name]
+        if was["fingerprint"] != now["fingerprint"]:
+            note = f" (fingerprints of {name}, {now['path']}; its content is another now)"
+            changed.append(Changed(DATA, was["fingerprint"], now["fingerprint"], "accept", note))
+        elif was["mtime_ns"] != now["mtime_ns"] and now["num_bytes"] > WHOLE_BYTES:
+            note = f" (time of {now['path']}.bin; written to or copied, the blocks compared agree)"
+            changed.append(Changed(DATA, was["mtime_ns"], now["mtime_ns"], "free", note))
+    return changed
 
 
 def refuse(changed: Sequence[Changed], accept: frozenset[str], where: str) -> None:

@@ -1,32 +1,140 @@
-"""Opens a run's dataset, and makes sure that it is what the config asks for, on every rank."""
+"""Opens what a run reads, and makes sure that it is what the config asks for, on every rank."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 from megalite.config import RunConfig
-from megalite.data.dataset import Batches, TokenDataset
+from megalite.config_data import Source, sources, split_set_names
+from megalite.data.batches import Batches
+from megalite.data.dataset import Span, TokenDataset
+from megalite.data.fingerprint import Identity, identify
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
+from megalite.shares import SPLIT_NAMES
 from megalite.train.agreement import all_equal
 
-# Validation scores a fair sample of its split, the same one whatever the run's own seed.
+# A part of a validation set is a fair sample of it, the same one whatever the run's own seed.
 _VALIDATION_SEED = 0
 
 
-def require_same_data(fingerprint: str, config: RunConfig, mesh: Mesh) -> None:
-    """DataError on every rank unless all ranks opened the same dataset (a disk of one's own)."""
-    if not all_equal(fingerprint, mesh):
+@dataclass(frozen=True)
+class EvalSet:
+    """Samples that are only evaluated; `at_end`: once, when the run is over."""
+
+    name: str
+    batches: Batches
+    at_end: bool = False
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on, what it is evaluated on, and what all of that is, by name."""
+
+    train: Batches
+    sets: tuple[EvalSet, ...]
+    identities: Mapping[str, Identity]
+
+    @property
+    def digest(self) -> str:
+        """One hex name for the content of all of it."""
+        content = [f"{name} {known.fingerprint}" for name, known in self.identities.items()]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def open_data(config: RunConfig) -> RunData:
+    """Open every source and evaluation set of a config; ids are checked against the model's.
+
+    Raises ConfigError or DataError that names the source, or the part of data.split, at fault.
+    """
+    data = config.data
+    blend = sources(data)
+    if not blend:
+        raise ConfigError("data.path is not set; give the prefix that `megalite data` wrote")
+    open_dataset = cache(lambda path: _open(path, config))
+    make = _batches(config)
+    spans = [_split(open_dataset(source.path), source, config) for source in blend]
+    train = make(
+        [span["train"] for span in spans],
+        config.train.seed,
+        weights=[source.weight for source in blend],
+    )
+    sets: list[EvalSet] = []
+    for part in SPLIT_NAMES[1:] if config.eval.interval else ():
+        for name, span in zip(split_set_names(data, part), spans, strict=False):
+            passes = make(span[part], _VALIDATION_SEED, once=True)
+            sets.append(EvalSet(name, passes, at_end=part == "test"))
+    for entry in config.eval.sets:
+        whole = open_dataset(entry.path).span(f"eval set {entry.name}")
+        sets.append(EvalSet(entry.name, make(whole, _VALIDATION_SEED, once=True)))
+    named = [(source.name, source.path) for source in blend]
+    named += [(f"eval/{entry.name}", entry.path) for entry in config.eval.sets]
+    return RunData(
+        train,
+        tuple(sets),
+        {name: identify(open_dataset(path).indexed) for name, path in named},
+    )
+
+
+def require_same_data(data: RunData, config: RunConfig, mesh: Mesh) -> None:
+    """DataError on every rank unless all ranks opened the same data (a disk of one's own)."""
+    if not all_equal(data.digest, mesh):
+        paths = ", ".join(f"{source.setting}={source.path}" for source in sources(config.data))
         raise DataError(
-            f"ranks see different datasets at data.path={config.data.path} (here the fingerprint "
-            f"is {fingerprint[:15]}...); put it on a file system that all nodes share, or copy it "
-            "again to every node"
+            f"ranks see different datasets at {paths} (here the fingerprint "
+            f"is {data.digest[:15]}...); put them on a file system that all nodes share, or copy "
+            "them again to every node"
         )
 
 
-def require_its_tokenizer(dataset: TokenDataset, config: RunConfig) -> None:
+def _open(path: str, config: RunConfig) -> TokenDataset:
+    dataset = TokenDataset(path)
+    _require_its_tokenizer(dataset, config)
+    return dataset
+
+
+def _split(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, Span]:
+    """A source's spans by part; each part of a share above 0 holds a sample."""
+    try:
+        return dataset.split(config.data.split, config.data.seq_length)
+    except DataError as error:
+        if not config.data.sources:
+            raise
+        raise DataError(f"{source.setting} ({source.name}): {error}") from None
+
+
+def _batches(config: RunConfig) -> Callable[..., Batches]:
+    """Makes Batches with the config's settings, from spans whose ids fit the model."""
+    vocab_size = config.model.vocab_size
+    known = cache(lambda dataset: dataset.check_vocab(vocab_size).how in ("dtype", "scan"))
+
+    def make(
+        spans: Span | list[Span],
+        seed: int,
+        weights: list[Fraction] | None = None,
+        once: bool = False,
+    ) -> Batches:
+        listed = [spans] if isinstance(spans, Span) else spans
+        checked = [known(span.data) for span in listed]
+        return Batches(
+            listed,
+            config.data.seq_length,
+            seed,
+            weights=[Fraction(1)] if weights is None else weights,
+            once=once,
+            document_masks=config.data.document_masks,
+            vocab_size=None if all(checked) else vocab_size,
+        )
+
+    return make
+
+
+def _require_its_tokenizer(dataset: TokenDataset, config: RunConfig) -> None:
     """DataError if data.tokenizer is not the one that made the dataset, where that is known."""
     path = config.data.tokenizer
     if path is None or dataset.sidecar is None:
@@ -35,38 +143,7 @@ def require_its_tokenizer(dataset: TokenDataset, config: RunConfig) -> None:
     found = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     if found != made_by.sha256:
         raise DataError(
-            f"data.tokenizer={path} (sha256 {found[:12]}...) did not make data.path="
-            f"{config.data.path}, which {made_by.file} did (sha256 {made_by.sha256[:12]}...); "
+            f"data.tokenizer={path} (sha256 {found[:12]}...) did not make "
+            f"{dataset.prefix}, which {made_by.file} did (sha256 {made_by.sha256[:12]}...); "
             f"set data.tokenizer to that one"
         )
-
-
-def open_batches(config: RunConfig) -> tuple[Batches, Batches | None]:
-    """Train and validation batches of a config's dataset, ids checked against the model's."""
-    data = config.data
-    if data.path is None:
-        raise ConfigError("data.path is not set; give the prefix that `megalite data` wrote")
-    dataset = TokenDataset(data.path)
-    dataset.check_vocab(config.model.vocab_size)
-    require_its_tokenizer(dataset, config)
-    train, valid = dataset.split(data.split, data.seq_length)
-    if train is None:
-        raise DataError(f"data.split={data.split} leaves no training data; raise its first share")
-    make: Callable[..., Batches] = Batches
-    options = {"document_masks": data.document_masks, "vocab_size": config.model.vocab_size}
-    train_batches = make(train, data.seq_length, config.train.seed, **options)
-    if not config.eval.interval:
-        return train_batches, None
-    if valid is None:
-        raise DataError(
-            f"eval.interval={config.eval.interval}, but data.split={data.split} leaves no "
-            "validation data; raise its second share or set eval.interval=0"
-        )
-    valid_batches = make(valid, data.seq_length, _VALIDATION_SEED, **options)
-    if valid_batches.num_steps(config.train.global_batch) < 1:
-        raise DataError(
-            f"validation has {valid_batches.num_samples} samples of {data.seq_length} tokens, "
-            f"fewer than train.global_batch={config.train.global_batch}; raise the second share of "
-            f"data.split={data.split}, or set eval.interval=0"
-        )
-    return train_batches, valid_batches

@@ -14,6 +14,7 @@ from typing import Any
 from megalite.batch_plan import BatchPlan, Stage, batch_plan, horizon_steps
 from megalite.checkpoint.find import Checkpoint
 from megalite.config import RunConfig
+from megalite.config_resume import DATA
 from megalite.errors import CheckpointError
 from megalite.train import state
 from megalite.train.changes import (
@@ -41,7 +42,7 @@ class Resumed:
 def resume(
     engine: Engine,
     root: Path,
-    data_id: str,
+    data: dict[str, Any],
     accept: frozenset[str],
     say: Callable[[str], None],
 ) -> Resumed | None:
@@ -70,13 +71,15 @@ def resume(
     old = saved_config(manifest.config, found.path.name)
     changed = [
         *changed_settings(old, config, plan, step),
-        *changed_data(saved["data"], data_id, str(config.data.path)),
+        *changed_data(saved["data"], data),
     ]
     refuse(changed, accept, found.path.name)
     state.load_run(engine, found)
     for change in changed:
         if change.needs == "accept":
             say(f"accepted: {change.text}")
+        elif change.name == DATA:
+            say(change.text)
     for name in unused(changed, accept):
         say(f"--accept {name}: not changed")
     say(f"resumed from {found.path} at step {step}")

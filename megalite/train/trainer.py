@@ -20,27 +20,32 @@ from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config import RunConfig
 from megalite.config_extras import require_extras
 from megalite.config_text import to_toml
+from megalite.data.batches import MicroBatch
+from megalite.data.fingerprint import as_saved
+from megalite.data.loader import Loader
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, MegaliteError
-from megalite.model_math import parameter_counts
 from megalite.optim.lr_schedule import learning_rate
 from megalite.optim.norm import NonFiniteGradientError
 from megalite.optim.zero1 import StepResult
 from megalite.train import metrics, records, state
+from megalite.train.agreement import together
 from megalite.train.batch import (
     count_valid_tokens,
     dropout_start,
-    rank_micro_batches,
+    step_loader,
     token_batches,
 )
 from megalite.train.changes import Changed, as_records
 from megalite.train.console import Console
-from megalite.train.datasets import open_batches, require_same_data
+from megalite.train.datasets import open_data, require_same_data
 from megalite.train.engine import Engine
+from megalite.train.evaluate import evaluate
 from megalite.train.param_stats import ParamStats
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike, SpikeGuard
 from megalite.train.resume import resume
+from megalite.train.run_record import run_lines, run_record, step_record
 from megalite.train.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
 from megalite.train.sinks import Recorder
 from megalite.train.step_clock import StepClock, drain_part
@@ -52,7 +57,8 @@ from megalite.train.weights import load_weights
 class StepEdge:
     """What the ranks agree on at the end of a step: one all-reduce."""
 
-    loss: float
+    loss: float  # cross entropy, with label smoothing where it is asked for
+    z_loss: float
     signalled: bool
     wall_s: float  # from the last step's end to this one's; mean over ranks, as the parts are
     parts_s: dict[str, float]
@@ -71,16 +77,17 @@ class Trainer:
         mesh: Mesh,
         console: Console | None = None,
         accept: frozenset[str] = frozenset(),
+        flag: SignalFlag | None = None,
     ) -> None:
-        require_extras(config)
+        together(mesh, lambda: require_extras(config))
         self.config, self.mesh = config, mesh
         self.folder = Path(config.out) / config.name
         self.console = console or Console(quiet=mesh.rank != 0)
-        self.train_batches, self.valid_batches = open_batches(config)
-        self.data_id = self.train_batches.span.data.fingerprint()
-        require_same_data(self.data_id, config, mesh)
+        self.data = together(mesh, lambda: open_data(config))
+        require_same_data(self.data, config, mesh)
         self.engine = Engine(config, mesh)
-        self.device = metrics.describe_device(mesh.device, config.train.dtype)
+        self.device = metrics.describe_device(mesh.device, config)
+        self.flag = flag or SignalFlag()
         self.accept = accept  # settings that may differ from a checkpoint's, see config_resume.py
         self.changed: Sequence[Changed] = ()  # what differs from the checkpoint resumed from
         self.plan = batch_plan(config)
@@ -92,6 +99,7 @@ class Trainer:
         self.lines = StepLines(config, self.device, self.total_steps)
         self.stats = ParamStats(self.engine.optimizer, mesh)
         self._lock: TextIO | None = None
+        self.loader: Loader[list[MicroBatch]] | None = None
         self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
 
     @property
@@ -110,11 +118,10 @@ class Trainer:
     def run(self, stop_at: int | None = None) -> int:
         """Train to `train.steps` (or leave at `stop_at` as on a signal) and return an exit code."""
         try:
-            with SignalFlag() as flag:
+            with self.flag as flag:
                 self._resume()
                 self.lines = StepLines(self.config, self.device, self.total_steps)
-                if self.mesh.rank == 0:
-                    self._open_folder()
+                together(self.mesh, lambda: self._open_folder() if self.mesh.rank == 0 else None)
                 done, total = self._progress(self.step), self._progress(self.total_steps)
                 with self.console.progress(done, total):
                     self._train(flag, stop_at)
@@ -144,10 +151,7 @@ class Trainer:
         config, train, ledger, clock = self.config, self.config.train, self.mesh.ledger, self.clock
         clock.lap("other")
         ledger.phase = "data"
-        batch, first_sample = self.plan.global_batch(self.step), self.plan.first_sample(self.step)
-        micro = rank_micro_batches(
-            self.train_batches, self.step, batch, train.micro_batch, self.mesh, first_sample
-        )
+        micro = self._micro_batches()
         valid = count_valid_tokens(micro, self.mesh)
         drop = dropout_start(train.seed, self.step, micro, self.mesh)
         batches = token_batches(micro, 1.0 / max(1, valid), self.mesh.device, drop)
@@ -170,6 +174,13 @@ class Trainer:
         if result.skipped:
             self._count_skip(result, spike)
         return edge
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        """This rank's microbatches of the step at hand."""
+        if self.loader is None:
+            plan, stop = self.plan, self.total_steps
+            self.loader = step_loader(self.data.train, plan, stop, self.config, self.mesh)
+        return self.loader.step(self.step)
 
     def _judge(self, loss: torch.Tensor) -> Spike | None:
         """The spike that the step's loss is, the same on all ranks; no collective unless asked."""
@@ -202,14 +213,16 @@ class Trainer:
             )
 
     def _agree(self, loss: torch.Tensor, flag: SignalFlag) -> StepEdge:
-        mine_loss = loss.cpu().view(1)  # synchronises the device, so that its marks can be read
+        # synchronises the device, so that its marks can be read
+        mine_loss = torch.stack([loss, self.engine.z_loss]).cpu()
         times = self.clock.finish()
         numbers = [float(flag.raised), times.wall_s, *times.parts_s.values()]
         mine = torch.cat([mine_loss, torch.tensor(numbers, dtype=torch.float64)])
         total = comm.all_reduce(mine.to(self.mesh.device), self.mesh.world).tolist()
-        wall_s, *parts_s = (seconds / self.mesh.world.size for seconds in total[2:])
+        loss_sum, z_loss, signalled, *seconds = total
+        wall_s, *parts_s = (second / self.mesh.world.size for second in seconds)
         return StepEdge(
-            total[0], total[1] > 0, wall_s, dict(zip(times.parts_s, parts_s, strict=True))
+            loss_sum, z_loss, signalled > 0, wall_s, dict(zip(times.parts_s, parts_s, strict=True))
         )
 
     def _measures_parameters(self) -> bool:
@@ -228,27 +241,18 @@ class Trainer:
         """Write the step's line; a skipped step says so in a line of its own."""
         if self.metrics is None:
             return
-        seq_length = self.config.data.seq_length
         batch, samples = self.plan.global_batch(self.step - 1), self.plan.first_sample(self.step)
-        tokens = batch * seq_length
         rates = metrics.step_rates(
-            tokens, edge.wall_s, self.mesh.world.size, self.config.model, seq_length, self.device
+            batch, edge.wall_s, self.mesh.world.size, self.config, self.device
         )
         line = {
             "step": self.step,
             "loss": edge.loss,
-            "grad_norm": result.grad_norm,
+            **({"z_loss": edge.z_loss} if self.config.train.z_loss else {}),
             "lr": lr,
-            "loss_scale": result.loss_scale,
-            "step_time_s": edge.wall_s,
-            "tokens": tokens,
             "loss_tokens": valid,
-            **asdict(rates),
             "memory_peak_bytes": metrics.memory_peak_bytes(self.mesh.device),
-            "global_batch": batch,
-            "consumed_samples": samples,
-            "consumed_tokens": samples * seq_length,
-            **{f"time_{part}_s": edge.parts_s[part] for part in records.TIME_PARTS},
+            **step_record(self.config, result, rates, edge.wall_s, edge.parts_s, batch, samples),
             **measured,
         }
         self.metrics.write("step", **line)
@@ -268,31 +272,17 @@ class Trainer:
         interval = self.config.eval.interval
         if interval and (self._due(interval) or self.step == self.total_steps):
             self.clock.stop()  # what an evaluation takes belongs to no step
-            with self.engine.evaluation_weights():
-                self.evaluate()
+            self.evaluate()
             self.clock.begin()
 
-    def evaluate(self) -> float:
-        """Mean loss per valid token over the validation batches; the same at every layout."""
-        assert self.valid_batches is not None, "no validation data"
-        self.mesh.ledger.phase = "evaluation"
-        train, batches = self.config.train, self.valid_batches
-        count = min(self.config.eval.batches, batches.num_steps(train.global_batch))
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for step in range(count):
-            micro = rank_micro_batches(
-                batches, step, train.global_batch, train.micro_batch, self.mesh
-            )
-            total[0] += self.engine.forward_only(token_batches(micro, 1.0, self.mesh.device))
-            total[1] += count_valid_tokens(micro, self.mesh) / self.mesh.world.size
-        loss_sum, tokens = comm.all_reduce(total, self.mesh.world).tolist()
-        loss: float = loss_sum / max(1, round(tokens))
-        if self.metrics is not None:
-            self.metrics.write(
-                "eval", step=self.step, name="validation", loss=loss, tokens=round(tokens)
-            )
-            self.console.print(self.lines.evaluation(self.step, "validation", loss, round(tokens)))
-        return loss
+    def evaluate(self) -> None:
+        """Write the loss of each validation set that is due; the weights stay as they are."""
+        for result in evaluate(self.engine, self.data.sets, self.step == self.total_steps):
+            if self.metrics is not None:
+                self.metrics.write("eval", step=self.step, **asdict(result))
+                self.console.print(
+                    self.lines.evaluation(self.step, result.name, result.loss, result.tokens)
+                )
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -306,7 +296,7 @@ class Trainer:
                 "step": self.step,
                 "consumed_tokens": self.tokens_before(self.step),
                 "stages": [list(stage) for stage in self.plan.before(self.step)],
-                "data": self.data_id,
+                "data": as_saved(self.data.identities),
                 "spikes": self.guard.state(),
                 "skips": dict(self.skips),
             },
@@ -319,7 +309,8 @@ class Trainer:
         self.clock.begin()
 
     def _resume(self) -> None:
-        found = resume(self.engine, self.checkpoints, self.data_id, self.accept, self.console.print)
+        data = as_saved(self.data.identities)
+        found = resume(self.engine, self.checkpoints, data, self.accept, self.console.print)
         if found is not None:
             self.step, self.plan, self.changed = found.step, found.plan, found.changed
             self.saved_step = found.step
@@ -340,37 +331,16 @@ class Trainer:
             raise ConfigError(
                 f"run folder {self.folder} cannot be written: {error.strerror}; change out or name"
             ) from error
+        memory = self.engine.optimizer.memory_report()
         self.metrics.write(
             "run" if self.metrics.attempt == 1 else "restart",
             step=self.step,
-            time=time.time(),
-            config=self.config.model_dump(mode="json"),
-            versions=metrics.versions(),
-            git_commit=metrics.git_commit(),
-            world_size=self.mesh.world.size,
-            hardware=asdict(self.device),
-            parameters=parameter_counts(self.config.model).total,
-            memory=asdict(self.engine.optimizer.memory_report()),
+            **run_record(self.config, self.mesh.world.size, self.device, memory),
             **({"changed": as_records(self.changed)} if self.changed else {}),
         )
-        for text in self.describe():
+        size = self.mesh.world.size
+        for text in run_lines(self.folder, self.config, size, self.device, memory):
             self.console.print(text)
-
-    def describe(self) -> list[str]:
-        """What is about to run, in a few lines."""
-        parallel, report = self.config.parallel, self.engine.optimizer.memory_report()
-        parameters, mib = parameter_counts(self.config.model).total, 2**20
-        return [
-            f"run {self.folder}: {parameters / 1e6:.2f}M parameters, "
-            f"{self.mesh.world.size} ranks = tp {parallel.tp} x pp {parallel.pp}"
-            f"{f' (x {parallel.vpp} chunks)' if parallel.vpp > 1 else ''} x dp {parallel.dp}, "
-            f"{self.config.pipeline.schedule}, ZeRO-{self.config.optimizer.zero}, "
-            f"{self.config.train.dtype} on {self.device.name}",
-            f"memory of rank 0: weights {report.param_bytes / mib:.2f} MiB, gradients "
-            f"{report.grad_bytes / mib:.2f} MiB, optimizer {report.state_bytes / mib:.2f} MiB "
-            f"(of all {report.padding_bytes / mib:.3f} MiB padding), "
-            f"{report.bytes_per_parameter:.2f} bytes a parameter",
-        ]
 
     def _leave(self, code: int, reason: str) -> int:
         self.console.print(f"{reason} at step {self.step} of {self.total_steps}")
@@ -386,6 +356,9 @@ class Trainer:
             self._close(2 if isinstance(error, MegaliteError) else 1, reason)
 
     def _close(self, code: int, reason: str) -> None:
+        self.clock.stop()
+        if self.loader is not None:
+            self.loader.close()
         if self.metrics is not None:
             self.metrics.write("end", step=self.step, reason=reason, exit_code=code)
             self.metrics.close(code)

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data.dataset import Batches, MicroBatch, TokenDataset
+from megalite.data.batches import PADDING, Batches, MicroBatch
+from megalite.data.dataset import TokenDataset
 from megalite.errors import ConfigError, DataError
 from tests.data.data_helpers import PROPERTY, index_bytes, write_dataset
 
@@ -25,12 +26,17 @@ def step_batches(
     batches: Batches, step: int, global_batch: int, micro_batch: int, dp: int
 ) -> list[MicroBatch]:
     """All microbatches of a step, in global order."""
-    count = global_batch // dp // micro_batch
+    first = step * global_batch
     return [
-        batches.micro_batch(step, global_batch, micro_batch, rank, dp, index)
+        batch
         for rank in range(dp)
-        for index in range(count)
+        for batch in batches.rank_batches(first, global_batch, micro_batch, rank, dp)
     ]
+
+
+def one(batches: Batches, first_sample: int, count: int = 1) -> MicroBatch:
+    """`count` samples of the run as one microbatch."""
+    return batches.rank_batches(first_sample, count, count, 0, 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def test_every_token_is_a_label_exactly_once_per_epoch(
         return
     batches = Batches(TokenDataset(prefix).span(), seq_length, seed)
     for epoch in range(2):
-        parts = [batches.micro_batch(epoch * samples + n, 1, 1, 0, 1, 0) for n in range(samples)]
+        parts = [one(batches, epoch * samples + n) for n in range(samples)]
         labels = torch.cat([part.labels for part in parts])
         assert sorted(labels.tolist()) == list(range(1, samples * seq_length + 1))
         for part in parts:
@@ -71,27 +77,25 @@ def test_layouts_give_the_same_samples_in_the_same_order(make: Make, document_ma
     span = TokenDataset(make(documents)).span()
     batches = Batches(span, 8, seed=3, document_masks=document_masks)
     for step in (0, 1, 7):
-        whole = batches.micro_batch(step, 8, 8, 0, 1, 0)
+        whole = one(batches, step * 8, 8)
         for dp, micro_batch in ((1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)):
             parts = step_batches(batches, step, 8, micro_batch, dp)
             for name in ("tokens", "labels", "loss_weight"):
                 joined = torch.cat([getattr(part, name) for part in parts])
                 assert torch.equal(joined, getattr(whole, name))
             ids = np.concatenate([part.sample_ids for part in parts])
-            assert ids.tolist() == batches.sample_ids(step, 8).tolist()
+            assert ids.tolist() == batches.sample_ids(step * 8, 8).tolist()
             starts = [
                 start + index * 8 * micro_batch
                 for index, part in enumerate(parts)
                 for start in part.cu_seqlens.tolist()[:-1]
             ]
             assert [*starts, 64] == whole.cu_seqlens.tolist()
-            valid = sum(batches.valid_tokens(step, 8, rank, dp) for rank in range(dp))
-            assert valid == batches.valid_tokens(step, 8) == int(whole.loss_weight.sum())
 
 
 def test_types_and_plain_boundaries(make_stream: Stream) -> None:
     batches = Batches(TokenDataset(make_stream(100)).span(), 8, seed=1)
-    part = batches.micro_batch(0, 6, 3, 0, 2, 0)
+    part, _ = batches.rank_batches(0, 12, 3, 0, 2)
     assert part.tokens.dtype == part.labels.dtype == torch.int64
     assert part.loss_weight.dtype == torch.float32
     assert part.cu_seqlens.dtype == torch.int32
@@ -107,12 +111,11 @@ def test_document_masks_by_hand(make: Make) -> None:
     prefix = make([[0, 1, 2], [3, 4, 5, 6], [], [7, 8, 9]])
     span = TokenDataset(prefix).span()
     batches = Batches(span, 3, seed=0, shuffle=False, document_masks=True)
-    part = batches.micro_batch(0, 3, 3, 0, 1, 0)
+    part = one(batches, 0, 3)
     assert part.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert part.labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert part.loss_weight.tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 1]
     assert part.cu_seqlens.tolist() == [0, 3, 6, 7, 9]
-    assert batches.valid_tokens(0, 3) == 7
 
 
 @PROPERTY
@@ -134,12 +137,10 @@ def test_document_masks_equal_a_plain_count(
     stop = int(data.num_tokens * shares[0])
     if (stop - 1) // seq_length < 1 or (shares[1] and len(owners) - stop <= seq_length):
         return
-    for span in data.split(shares, seq_length):
-        if span is None:
-            continue
+    for span in data.split(shares, seq_length).values():
         batches = Batches(span, seq_length, 0, shuffle=False, document_masks=True)
         for sample in range(batches.num_samples):
-            part = batches.micro_batch(sample, 1, 1, 0, 1, 0)
+            part = one(batches, sample)
             first = span.start + sample * seq_length
             owned = owners[first : first + seq_length + 1]
             same = [float(left == right) for left, right in itertools.pairwise(owned)]
@@ -150,45 +151,58 @@ def test_document_masks_equal_a_plain_count(
 
 def test_three_samples_and_a_batch_of_four(make_stream: Stream) -> None:
     batches = Batches(TokenDataset(make_stream(25)).span(), 8, seed=2)
-    flat = [sample for step in range(3) for sample in batches.sample_ids(step, 4).tolist()]
+    flat = [sample for step in range(3) for sample in batches.sample_ids(4 * step, 4).tolist()]
     assert [sorted(flat[n : n + 3]) for n in range(0, 12, 3)] == [[0, 1, 2]] * 4
-    validation = Batches(TokenDataset(make_stream(25)).span("validation"), 8, 2, shuffle=False)
-    assert validation.num_steps(4) == 0
-    with pytest.raises(DataError, match="3 samples give 0 full batches of 4"):
-        validation.micro_batch(0, 4, 4, 0, 1, 0)
 
 
-def test_validation_is_sequential_and_ends(make_stream: Stream) -> None:
-    batches = Batches(TokenDataset(make_stream(100)).span("validation"), 8, 5, shuffle=False)
-    assert batches.num_steps(5) == 2
-    assert batches.sample_ids(1, 5).tolist() == [5, 6, 7, 8, 9]
-    with pytest.raises(DataError, match="step 2 of validation"):
-        batches.sample_ids(2, 5)
+@pytest.mark.parametrize(("dp", "micro_batch"), [(1, 1), (1, 4), (2, 2), (4, 1)])
+def test_a_pass_fills_its_last_batch_with_padding_never_with_a_sample(
+    make_stream: Stream, dp: int, micro_batch: int
+) -> None:
+    data = TokenDataset(make_stream(6 * 8 + 1))
+    batches = Batches(data.span(), 8, seed=2, once=True)
+    assert batches.num_steps(4) == 2
+    parts = [b for step in range(2) for b in step_batches(batches, step, 4, micro_batch, dp)]
+    ids = np.concatenate([part.sample_ids for part in parts])
+    assert sorted(ids[:6].tolist()) == list(range(6))
+    assert ids[6:].tolist() == [PADDING] * 2
+    weight = torch.cat([part.loss_weight for part in parts])
+    assert weight.tolist() == [1.0] * 48 + [0.0] * 16
+    labels = torch.cat([part.labels for part in parts])
+    assert sorted(labels[:48].tolist()) == list(range(1, 49))
+    assert labels[48:].tolist() == [0] * 16
+    with pytest.raises(DataError, match="sample 8 asked for; there are 6, and each is taken once"):
+        batches.rank_batches(8, 4, 1, 0, 1)
 
 
 def test_split_is_contiguous_exact_and_relative(make_stream: Stream) -> None:
     data = TokenDataset(make_stream(1000))
     for shares in ((0.75, 0.25), (3, 1), (7500, 2500)):
-        train, validation = data.split(shares, 8)
-        assert train is not None
-        assert validation is not None
+        train, validation = data.split(shares, 8).values()
         assert (train.start, train.stop) == (0, 750)
         assert (validation.start, validation.stop) == (750, 1000)
-    first = Batches(validation, 8, 1, shuffle=False).micro_batch(0, 1, 1, 0, 1, 0)
+    first = one(Batches(validation, 8, 1, shuffle=False), 0)
     assert first.tokens.tolist() == list(range(750, 758))
-    assert data.split((1, 0), 8)[1] is None
-    assert data.split((0, 1), 8)[0] is None
+    assert list(data.split((1, 0), 8)) == ["train"]
+    spans = data.split("8,1,1", 8)
+    assert [(s.name, s.start, s.stop) for s in spans.values()] == [
+        ("train", 0, 800),
+        ("validation", 800, 900),
+        ("test", 900, 1000),
+    ]
 
 
 def test_split_without_a_sample_is_refused_by_name(make: Make) -> None:
     data = TokenDataset(make([[1, 2, 3, 4]] * 20))
     with pytest.raises(DataError) as caught:
-        data.split((9998, 0.002), 8)
+        data.split("9998,0.002,0.002", 8)
     message = str(caught.value)
-    for part in ("validation gets 1 of 80 tokens in 20 documents", "(9998, 0.002)", "9 tokens"):
+    for part in ("validation gets 0 of 80 tokens in 20 documents", "(9998.0, 0.002, 0.002)"):
         assert part in message
+    with pytest.raises(DataError, match=r"test gets 1 of 80 .* which is no sample"):
+        data.split((60, 19, 0.1), 8)
     with pytest.raises(DataError, match="train gets 0 of 80"):
-        data.split((1e-9, 1), 8)
+        data.split((1, 1e12), 8)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
@@ -202,16 +216,26 @@ def test_split_of_too_little_data_is_refused(make_stream: Stream, tokens: int) -
     [
         (),
         (1,),
-        (1, 1, 1),
+        (1, 1, 1, 1),
         (0, 0),
+        (0, 1),
+        (0.9, 0.2),
         (-1, 2),
         (float("nan"), 1),
         (float("inf"), 1),
         ("1", 1),
         (True, 1),
+        "98",
+        "98,",
+        "98;2",
+        "98,two",
+        "98,nan",
+        "9_8,2",
+        98,
+        None,
     ],
 )
-def test_split_is_parsed_strictly(make_stream: Stream, shares: tuple[float, ...]) -> None:
+def test_split_is_parsed_strictly(make_stream: Stream, shares: object) -> None:
     with pytest.raises(DataError, match=r"data\.split="):
         TokenDataset(make_stream(100)).split(shares, 8)
 
@@ -219,15 +243,13 @@ def test_split_is_parsed_strictly(make_stream: Stream, shares: tuple[float, ...]
 def test_batch_sizes_that_do_not_divide_are_refused(make_stream: Stream) -> None:
     batches = Batches(TokenDataset(make_stream(100)).span(), 8, seed=1)
     with pytest.raises(ConfigError, match=r"global_batch=6 is not divisible by dp=4"):
-        batches.micro_batch(0, 6, 1, 0, 4, 0)
+        batches.rank_batches(0, 6, 1, 0, 4)
     with pytest.raises(ConfigError, match=r"micro_batch=2 does not divide the 3 samples"):
-        batches.micro_batch(0, 6, 2, 0, 2, 0)
-    with pytest.raises(ConfigError, match="microbatch index 3; a dp rank has 3"):
-        batches.micro_batch(0, 6, 1, 0, 2, 3)
+        batches.rank_batches(0, 6, 2, 0, 2)
     with pytest.raises(ConfigError, match="dp rank 2; must be 0 to 1"):
-        batches.micro_batch(0, 6, 1, 2, 2, 0)
-    with pytest.raises(DataError, match="step -1"):
-        batches.micro_batch(-1, 6, 1, 0, 2, 0)
+        batches.rank_batches(0, 6, 1, 2, 2)
+    with pytest.raises(DataError, match="sample -6 asked for"):
+        batches.rank_batches(-6, 6, 1, 0, 2)
     with pytest.raises(ConfigError, match="seq_length=0"):
         Batches(TokenDataset(make_stream(100)).span(), 0, seed=1)
 
@@ -246,11 +268,11 @@ def test_reading_beyond_two_to_the_32_tokens(tmp_path: Path) -> None:
     batches = Batches(data.span(), 16, 1, shuffle=False, document_masks=True)
     assert batches.num_samples == (total - 1) // 16
     sample = 2 * (2**31 - 1) // 16  # holds the start of the third document
-    part = batches.micro_batch(sample, 1, 1, 0, 1, 0)
+    part = one(batches, sample)
     start = 2 * (2**31 - 1) - sample * 16
     assert part.cu_seqlens.tolist() == [0, start, 16]
     assert part.loss_weight.tolist() == [float(n != start - 1) for n in range(16)]
-    last = batches.micro_batch(batches.num_samples - 1, 1, 1, 0, 1, 0)
+    last = one(batches, batches.num_samples - 1)
     first = (batches.num_samples - 1) * 16
     wanted = [max(0, first + n - (total - 10)) for n in range(1, 17)]
     assert last.labels.tolist() == wanted

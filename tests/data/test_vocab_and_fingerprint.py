@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megalite.data import fingerprint, vocab
-from megalite.data.dataset import Batches, TokenDataset
+from megalite.data.batches import Batches
+from megalite.data.dataset import TokenDataset
 from megalite.data.indexed_writer import IndexedWriter, Written
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.errors import DataError
@@ -74,13 +75,14 @@ def test_large_dataset_without_sidecar_is_sampled_and_then_checked_while_read(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vocab, "SCAN_TOKENS", 4)
+    monkeypatch.setattr(vocab, "SAMPLE_TOKENS", 4)
     monkeypatch.setattr(vocab, "SCAN_CHUNK", 2)
     data = TokenDataset(make([[1, 2, 900, 901, 5, 6, 7, 8]]))
     check = data.check_vocab(10)  # blocks 0 and 2 are read; 900 lies in block 1
     assert (check.how, check.max_id) == ("sample", 6)
     batches = Batches(data.span(), 3, 0, shuffle=False, vocab_size=10)
     with pytest.raises(DataError, match=r"sample 0 of all holds token id 900; .*vocab_size=10"):
-        batches.micro_batch(0, 1, 1, 0, 1, 0)
+        batches.rank_batches(0, 1, 1, 0, 1)
 
 
 def test_empty_dataset_has_no_id_to_refuse(make: Make) -> None:

@@ -121,14 +121,15 @@ def train_one(ctx: Any, config: RunConfig, stop_at: int | None = None) -> Outcom
     seen: dict[int, list[int]] = {}
     try:
         trainer = make_trainer(ctx, config)
-        read = trainer.train_batches.micro_batch
+        read = trainer._micro_batches
 
-        def listen(step: int, *place: int) -> Any:
-            batch = read(step, *place)
-            seen.setdefault(step, []).extend(batch.sample_ids.tolist())
-            return batch
+        def listen() -> Any:
+            batches = read()
+            ids = [number for batch in batches for number in batch.sample_ids.tolist()]
+            seen[trainer.step] = ids
+            return batches
 
-        trainer.train_batches.micro_batch = listen  # type: ignore[method-assign]
+        trainer._micro_batches = listen  # type: ignore[method-assign]
         code = trainer.run(stop_at)
     except MegaliteError as error:
         return Outcome(None, f"{type(error).__name__}: {error}", sample_ids=seen)

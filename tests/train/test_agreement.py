@@ -13,7 +13,7 @@ from megalite.data.dataset import TokenDataset
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.errors import ConfigError, DataError
 from megalite.train.agreement import require_same_config
-from megalite.train.datasets import open_batches
+from megalite.train.datasets import open_data
 from megalite.train.records import lock_folder
 from tests.pool import RankPool
 from tests.train.kit import lines, make_config, train, write_tokens
@@ -78,6 +78,6 @@ def test_another_tokenizer_than_the_datasets_is_refused(tmp_path: Path) -> None:
         source=SourceInfo(description="test", text_bytes=1, skipped={}),
     )
     Path(f"{prefix}.json").write_bytes(sidecar.to_bytes())
-    open_batches(make_config(tmp_path, "run", data__tokenizer=str(made_by)))
-    with pytest.raises(DataError, match=r"b\.model .* did not make data\.path=.*a\.model did"):
-        open_batches(make_config(tmp_path, "run", data__tokenizer=str(other)))
+    open_data(make_config(tmp_path, "run", data__tokenizer=str(made_by)))
+    with pytest.raises(DataError, match=r"b\.model .* did not make .*data, which a\.model did"):
+        open_data(make_config(tmp_path, "run", data__tokenizer=str(other)))

@@ -1,13 +1,16 @@
-"""The validation loss: one number at every layout, at the right steps, without side effects."""
+"""The validation losses: one number a set at every layout, at the right steps, no side effects."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.config import RunConfig
+from megalite.train.batch import token_batches
+from megalite.train.evaluate import EvalResult, evaluate, evaluate_set
 from tests.pool import RankPool
 from tests.train.kit import (
     GLOBAL_BATCH,
@@ -21,35 +24,85 @@ from tests.train.kit import (
     write_tokens,
 )
 
-# 30 samples: 15 for training; 14 full validation samples are 3 global batches.
+# 481 tokens: 240 to train on; the 15 samples of the rest are 3 global batches and 3/4 of one.
 SPLIT = (0.5, 0.5)
+TOKENS = GLOBAL_BATCH * SEQ_LENGTH
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("evaluation")
     write_tokens(path / "data", 30)
+    write_tokens(path / "code", 9, seed=1)
+    write_tokens(path / "tiny", 1, seed=2)
     return path
 
 
-def evaluate(ctx: Any, config: RunConfig) -> float:
-    return make_trainer(ctx, config).evaluate()
+def score(ctx: Any, configs: list[RunConfig]) -> list[list[EvalResult]]:
+    """Runs in a rank: the results of an untrained model for each config."""
+    found = []
+    for config in configs:
+        trainer = make_trainer(ctx, config)
+        found.append(evaluate(trainer.engine, trainer.data.sets, at_end=True))
+    return found
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp4", "tp2", "pp2", "interleaved", "3d"])
-def test_the_loss_does_not_depend_on_the_layout(pool: RankPool, folder: Path, layout: str) -> None:
+def sets_of(folder: Path, layout: str, **changes: Any) -> RunConfig:
     # document masks leave ranks with different numbers of valid tokens
-    options = {
-        "train__dtype": "float64",
+    options: dict[str, Any] = {
         "data__split": SPLIT,
         "data__document_masks": True,
         "eval__interval": 1,
+        "eval__sets": [
+            {"name": "code", "path": str(folder / "code")},
+            {"name": "tiny", "path": str(folder / "tiny")},
+        ],
     }
-    (wanted,) = pool.run(evaluate, 1, make_config(folder, "serial", **options))
-    config = make_config(folder, layout, layout, **options)
-    found = pool.run(evaluate, world_size(config), config)
-    assert wanted == pytest.approx(4.6, abs=0.3)  # ln(97) = 4.57: untrained
-    assert found == pytest.approx([wanted] * len(found), rel=1e-12)
+    return make_config(folder, "scored", layout, **options | changes)
+
+
+@pytest.mark.long
+def test_each_set_has_one_loss_whatever_the_layout(pool: RankPool, folder: Path) -> None:
+    """To the last bit over dp and pp, where the arithmetic of a microbatch is the same."""
+    wanted: dict[str, list[EvalResult]] = {}
+    for layout in ("serial", "dp2", "dp4", "pp2", "tp2"):
+        configs = [sets_of(folder, layout, train__dtype=dtype) for dtype in ("float32", "float64")]
+        ranks = pool.run(score, world_size(configs[0]), configs)
+        assert all(results == ranks[0] for results in ranks)
+        for dtype, results in zip(("float32", "float64"), ranks[0], strict=True):
+            exact = layout != "tp2"
+            tolerance = 1e-13 if dtype == "float64" else 0.0 if exact else 1e-6
+            for found, one in zip(results, wanted.setdefault(dtype, results), strict=True):
+                assert (found.name, found.tokens) == (one.name, one.tokens)
+                assert found.loss == pytest.approx(one.loss, rel=tolerance, abs=0), (layout, dtype)
+    names = [(result.name, result.tokens) for result in wanted["float32"]]
+    assert [name for name, _ in names] == ["validation", "code", "tiny"]
+    assert all(4.3 < result.loss < 4.9 for result in wanted["float32"])  # ln(97) = 4.57: untrained
+
+
+def one_by_one(ctx: Any, config: RunConfig) -> tuple[list[float], list[EvalResult]]:
+    """Runs in a rank: the sum of losses of each sample alone, and the evaluation."""
+    trainer = make_trainer(ctx, config)
+    alone = []
+    for each in trainer.data.sets:
+        total = 0.0
+        for sample in range(each.batches.num_samples):
+            (batch,) = each.batches.rank_batches(sample, 1, 1, 0, 1)
+            batches = token_batches([batch], 1.0, trainer.mesh.device)
+            total += float(trainer.engine.forward_only(batches))
+        alone.append(total)
+    return alone, [evaluate_set(trainer.engine, each) for each in trainer.data.sets]
+
+
+def test_every_sample_of_a_set_counts_once_and_padding_not_at_all(
+    pool: RankPool, folder: Path
+) -> None:
+    """15, 9 and 1 samples in global batches of 4: against each sample by itself."""
+    config = sets_of(folder, "serial", train__dtype="float64", data__document_masks=False)
+    ((alone, results),) = pool.run(one_by_one, 1, config)
+    assert [result.tokens for result in results] == [15 * 16, 9 * 16, 16]
+    for total, result in zip(alone, results, strict=True):
+        assert result.loss == pytest.approx(total / result.tokens, rel=1e-13)
 
 
 def test_it_is_done_at_its_interval_and_at_the_end_and_changes_nothing(
@@ -67,7 +120,6 @@ def test_it_is_done_at_its_interval_and_at_the_end_and_changes_nothing(
     }
     jobs = [(config, None) for config in runs.values()]
     pool.run(train, 1, jobs)
-    tokens = GLOBAL_BATCH * SEQ_LENGTH
     found = {
         name: [
             (line["step"], line["name"], line["tokens"]) for line in lines(folder / name, "eval")
@@ -75,11 +127,60 @@ def test_it_is_done_at_its_interval_and_at_the_end_and_changes_nothing(
         for name in runs
     }
     assert found == {
-        "watched": [(step, "validation", 2 * tokens) for step in (2, 4, 5)],
-        "whole": [(step, "validation", 3 * tokens) for step in (4, 5)],
+        "watched": [(step, "validation", 2 * TOKENS) for step in (2, 4, 5)],
+        "whole": [(step, "validation", 15 * SEQ_LENGTH) for step in (4, 5)],
         "alone": [],
     }
     assert step_numbers(folder / "watched") == step_numbers(folder / "alone")
+
+
+def test_a_blend_has_a_set_for_each_source_and_a_test_share_waits_for_the_end(
+    pool: RankPool, folder: Path
+) -> None:
+    sources = [
+        {"path": str(folder / "data"), "weight": 0.75},
+        {"path": str(folder / "code"), "weight": 0.25, "name": "program"},
+    ]
+    config = make_config(
+        folder,
+        "blend",
+        data__path=None,
+        data__sources=sources,
+        data__split="6,2,2",
+        train__steps=3,
+        eval__interval=2,
+    )
+    ((outcome,),) = pool.run(train, 1, [(config, None)])
+    assert outcome.code == 0
+    ids = [sample for step in range(3) for sample in outcome.sample_ids[step]]
+    train_samples = 17  # of the first source: 288 of its 481 tokens
+    assert sum(sample >= train_samples for sample in ids) == 3  # a quarter of 12
+    names = [(line["step"], line["name"]) for line in lines(folder / "blend", "eval")]
+    validation = ["validation/data", "validation/program"]
+    assert names == [
+        *((2, name) for name in validation),
+        *((3, name) for name in [*validation, "test/data", "test/program"]),
+    ]
+    assert all("loss" in line and "tokens" in line for line in lines(folder / "blend", "eval"))
+
+
+def test_evaluation_around_resumes_gives_the_lines_of_an_uninterrupted_run(
+    pool: RankPool, folder: Path
+) -> None:
+    options: dict[str, Any] = {"data__split": SPLIT, "eval__interval": 1, "eval__batches": 2}
+    straight = make_config(folder, "straight", **options)
+    stopped = make_config(folder, "stopped", **options)
+    jobs = [(straight, None), (stopped, 2), (stopped, 5), (stopped, None)]
+    pool.run(train, 1, jobs)
+    wanted, found = (
+        [
+            json.dumps({key: line[key] for key in ("step", "name", "loss", "tokens")})
+            for line in lines(folder / name, "eval")
+        ]
+        for name in ("straight", "stopped")
+    )
+    assert len(wanted) == 6
+    assert found == wanted
 
 
 def test_a_stop_at_the_last_step_does_not_lose_the_last_evaluation(
@@ -93,28 +194,19 @@ def test_a_stop_at_the_last_step_does_not_lose_the_last_evaluation(
     assert [line["step"] for line in lines(folder / "last", "eval")] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        ((0.95, 0.05), "fewer than train.global_batch=4; raise the second share"),
-        ((0.99, 0.01), "validation gets 5 of 481 tokens"),
-    ],
-)
-def test_too_little_validation_data_is_refused_before_step_1(
-    pool: RankPool, folder: Path, split: tuple[float, float], message: str
-) -> None:
-    config = make_config(folder, "refused", data__split=split, eval__interval=1)
+def test_validation_without_a_sample_is_refused_before_step_1(pool: RankPool, folder: Path) -> None:
+    config = make_config(folder, "refused", data__split=(0.99, 0.01), eval__interval=1)
     ((outcome,),) = pool.run(train, 1, [(config, None)])
     assert outcome.error.startswith("DataError: ")
-    assert message in outcome.error
+    assert "validation gets 5 of 481 tokens" in outcome.error
     assert outcome.sample_ids == {}
     assert not (folder / "refused").exists()
 
 
-def test_no_validation_share_is_refused_before_step_1(pool: RankPool, folder: Path) -> None:
-    config = make_config(folder, "refused", data__split=SPLIT, eval__interval=1)
-    config = config.model_copy(
-        update={"data": config.data.model_copy(update={"split": (1.0, 0.0)})}
-    )
+def test_too_few_tokens_of_one_source_are_refused_by_its_name(pool: RankPool, folder: Path) -> None:
+    sources = [{"path": str(folder / "data")}, {"path": str(folder / "tiny"), "name": "small"}]
+    config = make_config(folder, "refused", data__path=None, data__sources=sources,
+                         data__split=(0.5, 0.5))  # fmt: skip
     ((outcome,),) = pool.run(train, 1, [(config, None)])
-    assert outcome.error.startswith("DataError: eval.interval=1, but data.split=(1.0, 0.0) leaves")
+    assert outcome.error.startswith("DataError: data.sources[1] (small): ")
+    assert "train gets 8 of 17 tokens" in outcome.error

@@ -1,0 +1,74 @@
+"""The loss over whole validation sets: one number per set, the same at every layout.
+
+Each set is a pass of its own from its first sample, whenever it is asked for, so that evaluating
+has no position to save and moves none of training's. Every sample counts once; the places that the
+last batch has left carry no weight. Sums are float64 over all ranks and divided once, by the number
+of tokens that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config import RunConfig
+from megalite.data.batches import MicroBatch
+from megalite.data.loader import Loader
+from megalite.distributed import comm
+from megalite.distributed.mesh import Mesh
+from megalite.train.batch import rank_micro_batches, token_batches
+from megalite.train.datasets import EvalSet
+from megalite.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Mean loss per counted token of a set, and how many those are."""
+
+    name: str
+    loss: float
+    tokens: int
+
+
+def evaluate(engine: Engine, sets: Sequence[EvalSet], at_end: bool) -> list[EvalResult]:
+    """Losses of the sets that are due, in order; all ranks call it.
+
+    `at_end`: the run is over, so that sets kept for its end are due as well.
+    """
+    engine.mesh.ledger.phase = "evaluation"
+    with engine.evaluation_weights():
+        return [evaluate_set(engine, each) for each in sets if at_end or not each.at_end]
+
+
+def evaluate_set(engine: Engine, eval_set: EvalSet) -> EvalResult:
+    """One pass over a set (eval.batches of it, where that is set)."""
+    config, mesh = engine.config, engine.mesh
+    steps = eval_set.batches.num_steps(config.train.global_batch)
+    if config.eval.batches is not None:
+        steps = min(steps, config.eval.batches)
+    counts = mesh.tp.rank == 0 and mesh.pp.rank == 0  # one rank of each replica counts its tokens
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    with _reader(eval_set, config, mesh, steps) as reader:
+        for step in range(steps):
+            micro = reader.step(step)
+            total[0] += engine.forward_only(token_batches(micro, 1.0, mesh.device))
+            if counts:
+                total[1] += sum(int(batch.loss_weight.count_nonzero()) for batch in micro)
+    loss_sum, tokens = comm.all_reduce(total, mesh.world).tolist()
+    return EvalResult(eval_set.name, loss_sum / max(1.0, tokens), int(tokens))
+
+
+def _reader(
+    eval_set: EvalSet, config: RunConfig, mesh: Mesh, steps: int
+) -> Loader[list[MicroBatch]]:
+    train = config.train
+
+    def read(step: int) -> list[MicroBatch]:
+        first = step * train.global_batch
+        return rank_micro_batches(
+            eval_set.batches, first, train.global_batch, train.micro_batch, mesh
+        )
+
+    return Loader(read, stop=steps, workers=config.data.workers, prefetch=config.data.prefetch)
