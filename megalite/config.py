@@ -123,7 +123,10 @@ class ParallelConfig(Section):
 class PipelineConfig(Section):
     """Order of work in the pipeline."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None  # None: by pp and vpp
+    # a name of `megalite schedule`, "family:...", "file:PATH" or "auto"; None: by pp, vpp and tp
+    schedule: str | None = Field(default=None, min_length=1)
+    # for "auto": most activations a rank may hold, in its own of one microbatch; None: pp of them
+    max_activations: float | None = Field(default=None, gt=0)
 
 
 class GroupConfig(Section):
@@ -252,7 +255,7 @@ class TrainConfig(Section):
     seed: int = Field(default=1234, ge=0, le=MAX_SEED)
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     tf32: bool = False  # float32 matrix products in TF32 (GPUs)
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "stage"] = "none"
     loss_chunk_tokens: int = Field(default=0, ge=0)  # 0: loss over whole microbatches
     z_loss: float = Field(default=0.0, ge=0, le=1)  # adds z_loss * log-sum-exp^2 for each token
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # share spread over the vocabulary
@@ -306,7 +309,7 @@ class WandbConfig(Section):
     entity: str | None = Field(default=None, min_length=1)
     group: str | None = Field(default=None, min_length=1)
     tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = []
-    timeout_s: float = Field(default=20.0, ge=1, le=600)  # of its start; training does not wait
+    timeout_s: float = Field(default=15.0, ge=1, le=600)  # of its start; training does not wait
 
 
 class LogConfig(Section):
@@ -315,6 +318,7 @@ class LogConfig(Section):
     interval: int = Field(default=1, ge=1)  # steps between console lines
     format: Literal["megalite", "megatron"] = "megalite"  # of console lines
     param_stats_interval: int = Field(default=0, ge=0)  # steps; 0: never
+    hardware: str | None = Field(default=None, min_length=1)  # file with the device's peak
     tensorboard: bool = False
     wandb: WandbConfig = WandbConfig()
 

@@ -18,7 +18,10 @@ from megalite.config_keys import default_of, toml_value, value_of
 from megalite.config_precision import precision_problems
 from megalite.config_stages import stage_problems
 from megalite.config_training import training_problems
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, ScheduleError
+from megalite.schedules.catalogue import FAMILY, KINDS, build, find
+from megalite.schedules.csv_form import FILE
+from megalite.schedules.tune import AUTO
 
 Origins = Mapping[str, str]
 OVERRIDE = "override"
@@ -73,7 +76,9 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
 def resolve_schedule(config: RunConfig) -> RunConfig:
     """Fill in pipeline.schedule and train.steps, which do not depend on the world size."""
     parallel = config.parallel
-    schedule = config.pipeline.schedule or default_schedule(parallel.pp, parallel.vpp)
+    schedule = config.pipeline.schedule or default_schedule(
+        parallel.pp, parallel.vpp, parallel.tp
+    )
     pipeline = config.pipeline.model_copy(update={"schedule": schedule})
     steps = horizon_steps(config, batch_plan(config))
     train = config.train.model_copy(update={"steps": steps})
@@ -88,9 +93,17 @@ def data_parallel(config: RunConfig, world_size: int | None) -> int:
     return 1 if world_size is None else max(1, world_size // (parallel.tp * parallel.pp))
 
 
-def default_schedule(pp: int, vpp: int) -> str:
-    """The schedule where the config names none."""
-    return "interleaved" if pp > 1 and vpp > 1 else "1f1b"
+def default_schedule(pp: int, vpp: int, tp: int) -> str:
+    """The schedule where the config names none: the best at the memory of 1f1b by simulation.
+
+    Under tensor parallelism one that keeps both gradients of a layer together, since the
+    collective of one hides behind the other.
+    """
+    if pp == 1:
+        return "1f1b"
+    if tp > 1:
+        return "interleaved" if vpp > 1 else "1f1b"
+    return "interleaved-zb" if vpp > 1 else "zb-h1"
 
 
 def _world(config: RunConfig, world_size: int | None) -> Iterator[str]:
@@ -170,7 +183,9 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
     fitting = _divisors(gcd(model.num_heads, model.kv_heads, model.ffn_hidden_size))
     use = f"use parallel.tp={_either(fitting)}"
     if model.num_kv_heads is not None and model.num_kv_heads < tp:
-        yield f"parallel.tp={tp} is more than model.num_kv_heads={model.num_kv_heads}; {use}"
+        raised = [d for d in _divisors(model.num_heads) if d % tp == 0][:1]
+        more = f", or model.num_kv_heads={raised[0]}" if raised else ""
+        yield f"parallel.tp={tp} is more than model.num_kv_heads={model.num_kv_heads}; {use}{more}"
     elif model.num_kv_heads is not None and model.num_kv_heads % tp:
         yield f"parallel.tp={tp} does not divide model.num_kv_heads={model.num_kv_heads}; {use}"
     elif model.num_heads % tp:
@@ -210,23 +225,50 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
-    pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
+    pp, vpp = config.parallel.pp, config.parallel.vpp
     if vpp > 1 and pp == 1:
         yield (
             f"parallel.vpp={vpp} has no effect with parallel.pp=1; "
             f"set parallel.vpp=1 or parallel.pp >= 2"
         )
-    if schedule == "interleaved" and vpp == 1:
+    if pp == 1 and config.train.recompute == "stage":
         yield (
-            "pipeline.schedule=interleaved needs parallel.vpp >= 2, got parallel.vpp=1; "
-            "set parallel.vpp=2 or pipeline.schedule=1f1b"
+            "train.recompute=stage keeps only what enters a pipeline stage, and parallel.pp=1 has "
+            "no microbatch under way that it could save; use train.recompute=full or selective"
         )
-    if schedule == "1f1b" and vpp > 1:
-        yield (
-            f"pipeline.schedule=1f1b runs one chunk per rank, got parallel.vpp={vpp}; "
-            f"set parallel.vpp=1 or pipeline.schedule=interleaved or gpipe"
-        )
+    yield from _schedule(config)
     yield from stage_problems(config)
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    """Does the schedule exist, and for this number of chunks and microbatches?"""
+    pp, vpp, name = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
+    limit = config.pipeline.max_activations
+    if limit is not None and name != AUTO:
+        yield (
+            f"pipeline.max_activations={limit:g} has no effect with pipeline.schedule="
+            f"{name or 'its default'}; set pipeline.schedule=auto or take it out"
+        )
+    if name is None or name == AUTO or name.startswith(FILE):
+        return
+    try:
+        if name.startswith(FAMILY):
+            build(name, 1, 1, 1)
+            return
+        kind = find(name)
+    except ScheduleError as error:
+        yield f"pipeline.schedule: {error}"
+        return
+    if not kind.allows(vpp):
+        fitting = [other.name for other in KINDS.values() if other.allows(vpp)]
+        chunks = {"1": 1}.get(kind.v, 2)
+        yield (
+            f"pipeline.schedule={name} needs parallel.vpp {kind.v if kind.v[0] == '>' else chunks}"
+            f", got parallel.vpp={vpp}; set parallel.vpp={chunks} or pipeline.schedule="
+            f"{' or '.join(fitting[:2])}"
+        )
+    elif kind.v_shaped and pp == 1:
+        yield f"pipeline.schedule={name} needs parallel.pp >= 2, got 1; use pipeline.schedule=1f1b"
 
 
 def _batch(config: RunConfig, dp: int) -> Iterator[str]:
@@ -236,7 +278,16 @@ def _batch(config: RunConfig, dp: int) -> Iterator[str]:
             f"train.global_batch={global_batch} is not divisible by "
             f"train.micro_batch={micro_batch} x parallel.dp={dp} = {micro_batch * dp}; "
             f"use train.global_batch={_multiples_near(global_batch, micro_batch * dp)}"
+            f"{_fitting_micro_batch(global_batch, micro_batch, dp)}"
         )
+
+
+def _fitting_micro_batch(global_batch: int, micro_batch: int, dp: int) -> str:
+    """The largest smaller micro batch that a replica's share is a multiple of, if there is one."""
+    if global_batch % dp:
+        return ""
+    share = global_batch // dp
+    return f", or train.micro_batch={max(d for d in range(1, micro_batch) if share % d == 0)}"
 
 
 def _no_effect(config: RunConfig, origins: Origins | None) -> Iterator[str]:

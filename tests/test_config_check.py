@@ -10,6 +10,7 @@ import pytest
 from megalite.config import RunConfig
 from megalite.config_check import (
     check_config,
+    default_schedule,
     require_valid,
     resolve,
     resolve_schedule,
@@ -19,6 +20,8 @@ from megalite.config_keys import keys
 from megalite.config_load import Loaded, load_config
 from megalite.config_stages import stage_layer_counts
 from megalite.errors import ConfigError
+from megalite.schedules.catalogue import NAMES
+from megalite.schedules.tune import default_name
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
@@ -70,13 +73,33 @@ def test_the_plain_config_is_valid() -> None:
          "parallel.vpp=2 has no effect with parallel.pp=1; set parallel.vpp=1 or parallel.pp >= 2"),
         ({"parallel__pp": 2, "pipeline__schedule": "interleaved"}, None,
          "pipeline.schedule=interleaved needs parallel.vpp >= 2, got parallel.vpp=1; "
-         "set parallel.vpp=2 or pipeline.schedule=1f1b"),
+         "set parallel.vpp=2 or pipeline.schedule=gpipe or 1f1b"),
+        ({"parallel__pp": 2, "parallel__vpp": 2, "pipeline__schedule": "zb-w"}, None,
+         "pipeline.schedule: schedule 'zb-w' is unknown (did you mean zb-v?); use one of "
+         f"{', '.join(NAMES)}, a member such as \"family:f=1,lag=1\" or a file as "
+         "\"file:my.csv\""),
+        ({"parallel__pp": 2, "pipeline__schedule": "1F1B"}, None,
+         "pipeline.schedule: schedule '1F1B' is unknown (did you mean 1f1b?); use one of "
+         f"{', '.join(NAMES)}, a member such as \"family:f=1,lag=1\" or a file as "
+         "\"file:my.csv\""),
+        ({"parallel__pp": 2, "pipeline__schedule": "family:warm=1"}, None,
+         "pipeline.schedule: 'family:warm=1' is no member of the family; write family:f=NUMBER"
+         ",lag=NUMBER with group=COUNT and fused as you need them"),
+        ({"parallel__pp": 2, "parallel__vpp": 3, "pipeline__schedule": "zb-v"}, None,
+         "pipeline.schedule=zb-v needs parallel.vpp 2, got parallel.vpp=3; "
+         "set parallel.vpp=2 or pipeline.schedule=gpipe or interleaved"),
+        ({"parallel__pp": 2, "pipeline__max_activations": 3.0}, None,
+         "pipeline.max_activations=3 has no effect with pipeline.schedule=its default; "
+         "set pipeline.schedule=auto or take it out"),
+        ({"train__recompute": "stage"}, None,
+         "train.recompute=stage keeps only what enters a pipeline stage, and parallel.pp=1 has "
+         "no microbatch under way that it could save; use train.recompute=full or selective"),
         ({"parallel__pp": 2, "parallel__vpp": 2, "pipeline__schedule": "1f1b"}, None,
-         "pipeline.schedule=1f1b runs one chunk per rank, got parallel.vpp=2; "
-         "set parallel.vpp=1 or pipeline.schedule=interleaved or gpipe"),
+         "pipeline.schedule=1f1b needs parallel.vpp 1, got parallel.vpp=2; "
+         "set parallel.vpp=1 or pipeline.schedule=gpipe or interleaved"),
         ({"parallel__pp": 4, "parallel__vpp": 3}, None,
-         "model.num_layers=8 leaves stages of parallel.pp=4 x parallel.vpp=3 = 12 stages without "
-         "a layer; use at most 8 stages (parallel.vpp=2 or fewer), at least 12 layers, "
+         "model.num_layers=8 is too few for parallel.pp=4 x parallel.vpp=3 = 12 stages, some of "
+         "which would have no layer; use at most 8 stages (parallel.vpp=2 or fewer), at least 12 layers, "
          "or parallel.stage_layers (where a stage may have 0)"),
         ({"parallel__pp": 2, "parallel__stage_layers": [3, 3, 2]}, None,
          "parallel.stage_layers has 3 entries, parallel.pp=2 x parallel.vpp=1 = 2 stages need 2; "
@@ -93,7 +116,8 @@ def test_the_plain_config_is_valid() -> None:
          "parallel.sequence_parallel: train.micro_batch=1 x data.seq_length=33 = 33 tokens are "
          "not divisible by parallel.tp=2; use data.seq_length=32 or 34"),
         ({"parallel__tp": 8}, None,
-         "parallel.tp=8 is more than model.num_kv_heads=4; use parallel.tp=1, 2 or 4"),
+         "parallel.tp=8 is more than model.num_kv_heads=4; use parallel.tp=1, 2 or 4, or "
+         "model.num_kv_heads=8"),
         ({"parallel__tp": 2, "model__num_heads": 9, "model__num_kv_heads": None,
           "model__hidden_size": 90}, None,
          "parallel.tp=2 does not divide model.num_heads=9; use parallel.tp=1"),
@@ -121,7 +145,7 @@ def test_the_plain_config_is_valid() -> None:
         # batch
         ({"train__global_batch": 10, "train__micro_batch": 2, "parallel__dp": 2}, None,
          "train.global_batch=10 is not divisible by train.micro_batch=2 x parallel.dp=2 = 4; "
-         "use train.global_batch=8 or 12"),
+         "use train.global_batch=8 or 12, or train.micro_batch=1"),
         ({"train__global_batch": 3}, 4,
          "train.global_batch=3 is not divisible by train.micro_batch=1 x parallel.dp=4 = 4; "
          "use train.global_batch=4"),
@@ -241,6 +265,8 @@ def test_one_mistake_one_line(settings: dict[str, Any], world_size: int | None, 
 
 def test_following_the_advice_gives_a_valid_config() -> None:
     assert check_config(config(parallel__tp=4)) == []
+    assert check_config(config(parallel__tp=8, model__num_kv_heads=8)) == []
+    assert check_config(config(train__global_batch=10, parallel__dp=2)) == []
     assert check_config(config(parallel__tp=2, model__vocab_pad_multiple=2)) == []
     assert check_config(config(parallel__pp=4, parallel__vpp=2)) == []
     assert check_config(config(train__global_batch=12, train__micro_batch=2, parallel__dp=2)) == []
@@ -298,6 +324,13 @@ def test_resolve_fills_in_dp_and_schedule(pp: int, vpp: int, schedule: str) -> N
     assert resolve(open_config).parallel.dp == 1
     assert resolve(full, 8) == full
     assert resolve_schedule(open_config).parallel.dp is None
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2), (4, 1), (4, 4), (8, 2)])
+def test_the_default_schedule_is_the_best_by_simulation(pp: int, vpp: int) -> None:
+    assert default_schedule(1, 1, 1) == default_schedule(1, 1, 4) == "1f1b"
+    for micro_batches in (2 * pp, 4 * pp + 1):
+        assert default_schedule(pp, vpp, 1) == default_name(pp, vpp, micro_batches)
 
 
 def test_resolve_keeps_what_was_chosen() -> None:

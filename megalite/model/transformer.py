@@ -59,6 +59,9 @@ class Transformer(nn.Module):
 
     layers: global indices of this stage's layers. loss_chunk_tokens: 0 computes the loss over whole
     microbatches; n computes logits n tokens at a time, forward and backward.
+
+    Where first and last stage are two chunks of one rank, a tied weight exists once, in the first:
+    `head_beside` tells the first of it, `embedding_stage` is given to the last.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Transformer(nn.Module):
         recompute: Recompute = "none",
         loss_chunk_tokens: int = 0,
         extras: LossExtras = PLAIN,
+        embedding_stage: Transformer | None = None,
+        head_beside: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp
@@ -89,7 +94,7 @@ class Transformer(nn.Module):
                     "embedding.weight",
                     vocab,
                     0,
-                    shared=tied and not alone,
+                    shared=tied and not alone and not head_beside,
                     uses=1 + (tied and alone),
                 ),
             )
@@ -105,9 +110,12 @@ class Transformer(nn.Module):
             spec = ShardSpec("head.weight", vocab, 0)
             if tied:
                 spec = ShardSpec("embedding.weight", vocab, 0, shared=True, copy=True)
-            weight = self.embedding.weight if tied and alone else None
-            self.head = ColumnParallelLinear(tp, "head", vocab, spec=spec, weight=weight)
-            self.vocab = VocabShard(tp, config.vocab_size, config.padded_vocab_size, extras)
+            owner = self if alone else embedding_stage
+            weight = owner.embedding.weight if tied and owner is not None else None
+            # A head that uses another chunk's weight gives its gradient to that chunk's store.
+            store = owner.tp if weight is not None and owner is not None else tp
+            self.head = ColumnParallelLinear(store, "head", vocab, spec=spec, weight=weight)
+            self.vocab = VocabShard(store, config.vocab_size, config.padded_vocab_size, extras)
 
     @property
     def grads(self) -> GradStore:

@@ -10,6 +10,7 @@ until its send is done. A received buffer is used by one microbatch only.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,8 @@ class Pass:
         self._stages = dict(zip(program.stages_of(pp_rank), stages, strict=True))
         self._last_starts = last_backward_starts(self.actions)
         self._last_stage = program.num_stages - 1
+        self._recomputed = frozenset(action for action in self.actions if action.kind == "R")
+        self._live = 0
         self._edges: dict[Key, GradientEdge] = {}
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
@@ -79,6 +82,7 @@ class Pass:
         self._micro_batches: Sequence[Any] = ()
         self._run = {
             "F": self._forward,
+            "R": self._recompute,
             "B": self._backward_input,
             "W": self._backward_weight,
             "BW": self._backward,
@@ -131,12 +135,15 @@ class Pass:
         input_tD = self._take_input(action)
         if input_tD is not None and self.train:
             input_tD = input_tD.detach().requires_grad_()
-        output = self._stages[action.stage].forward(input_tD, self._micro_batches[action.mb])
+            self._inputs[key] = input_tD
+        again = action._replace(kind="R") in self._recomputed
+        with torch.no_grad() if again else contextlib.nullcontext():
+            output = self._stages[action.stage].forward(input_tD, self._micro_batches[action.mb])
         if self.train:
-            self._edges[key] = get_gradient_edge(output)
-            if input_tD is not None:
-                self._inputs[key] = input_tD
-            self.peak_live = max(self.peak_live, len(self._edges) + len(self._weight_grads))
+            if not again:
+                self._edges[key] = get_gradient_edge(output)
+            self._live += 1
+            self.peak_live = max(self.peak_live, self._live)
         if action.stage == self._last_stage:
             self._check_loss(action, output)
             self._losses[action.mb] = output.detach()
@@ -144,7 +151,24 @@ class Pass:
             self._check_output(action, output)
             self._outputs[key] = output.detach()
 
+    def _recompute(self, action: Action) -> None:
+        """The forward again, with a graph this time; its output is the same and is dropped.
+
+        The loss is taken from here, where what training adds to it is in it.
+        """
+        key = (action.stage, action.mb)
+        output = self._stages[action.stage].forward(
+            self._inputs.get(key), self._micro_batches[action.mb]
+        )
+        self._edges[key] = get_gradient_edge(output)
+        if action.stage == self._last_stage:
+            self._losses[action.mb] = output.detach()
+
     def _backward(self, action: Action) -> None:
+        self._backward_now(action)
+        self._live -= 1
+
+    def _backward_now(self, action: Action) -> None:
         key = (action.stage, action.mb)
         grad = self._take_output_grad(action)
         torch.autograd.backward((self._edges.pop(key),), (grad,))
@@ -163,7 +187,7 @@ class Pass:
         queue: list[Callable[[], None]] = []
         store.deferred = queue
         try:
-            self._backward(action)
+            self._backward_now(action)
         finally:
             store.deferred = None
         self._weight_grads[action.stage, action.mb] = queue
@@ -171,6 +195,7 @@ class Pass:
     def _backward_weight(self, action: Action) -> None:
         for compute in self._weight_grads.pop((action.stage, action.mb)):
             compute()
+        self._live -= 1
 
     def _reduce(self, action: Action) -> None:
         if self.callbacks.on_reduce is not None:
@@ -198,7 +223,7 @@ class Pass:
         return self.channels.wait(self._received.pop(Action("RF", stage, mb)))
 
     def _take_output_grad(self, action: Action) -> Tensor:
-        """The loss scale (at the loss), the gradient of the chunk behind on this rank, or a message."""
+        """The loss scale at the loss, the next chunk's gradient on this rank, or a message."""
         stage, mb = action.stage, action.mb
         if stage == self._last_stage:
             return torch.full_like(self._losses[mb], self.loss_scale)

@@ -130,9 +130,7 @@ class PipelineRuntime:
 
     def _forward_program(self, num_micro_batches: int) -> Schedule:
         if num_micro_batches not in self._forward_programs:
-            schedule = forward_schedule(self.schedule.p, self.schedule.v, num_micro_batches)
-            assert schedule.place == self.schedule.place, "evaluation knows looped placement only"
-            program = lower(schedule)
+            program = lower(forward_schedule(self.schedule.place, num_micro_batches))
             check_program(program, forward_only=True)
             agree(self._mesh, self._boundary, program)
             self._forward_programs[num_micro_batches] = program

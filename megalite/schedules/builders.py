@@ -115,13 +115,29 @@ def _recompute_rank(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without anything but forwards, for evaluation."""
+    """The same schedule without anything but forwards."""
     return schedule.keep([FORWARD])
 
 
-def forward_schedule(p: int, v: int, m: int) -> Schedule:
-    """Forwards of any number of microbatches through the looped placement, for evaluation."""
-    return forward_only(family(p, v, m))
+def forward_schedule(place: tuple[int, ...], m: int) -> Schedule:
+    """Forwards of any number of microbatches through any placement, for evaluation.
+
+    Stages of equal length; each rank takes the deepest stage that has its input, so that little is
+    held and no rank waits for what it could have made.
+    """
+    if m < 1:
+        raise ScheduleError(f"m={m}: there must be at least one microbatch")
+    ranks: list[list[Action]] = [[] for _ in range(max(place) + 1)]
+    done = [0] * len(place)  # microbatches that each stage has finished
+    while done[-1] < m:
+        have = [m, *done]  # what stage s may take is what stage s - 1 has finished
+        for rank, actions in enumerate(ranks):
+            mine = [s for s, owner in enumerate(place) if owner == rank and done[s] < have[s]]
+            if mine:
+                stage = mine[-1]
+                actions.append(Action(FORWARD, stage, done[stage]))
+                done[stage] += 1
+    return Schedule(m, place, tuple(map(tuple, ranks)))
 
 
 def family_peak(

@@ -194,7 +194,7 @@ def find(name: str) -> Kind:
     """The kind of a name; ScheduleError with the nearest name and all others for an unknown one."""
     if name in KINDS:
         return KINDS[name]
-    near = get_close_matches(name, NAMES, n=1)
+    near = get_close_matches(name.lower(), NAMES, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise ScheduleError(
         f"schedule {name!r} is unknown{hint}; use one of {', '.join(NAMES)}, a member such as "

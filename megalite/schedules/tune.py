@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megalite.errors import ScheduleError
 from megalite.schedules.action import Schedule
+from megalite.schedules.builders import family_peak
 from megalite.schedules.catalogue import KINDS, build, family_name
 from megalite.schedules.memory import peak_live
 from megalite.schedules.simulate import Durations, simulate
@@ -37,11 +38,11 @@ def tune(
     p: int, v: int, m: int, durations: Durations | None = None, memory: float | None = None
 ) -> list[Candidate]:
     """Candidates that fit `memory` (whole-rank activations of one microbatch; default: those of
-    1f1b, min(p, m)), best first: shortest step, then least memory, then name. Raises ScheduleError
-    when none fits.
+    1f1b), best first: shortest step, then least memory, then name. Raises ScheduleError when none
+    fits.
     """
     times = durations or Durations.even(p, v)
-    allowed = float(min(p, m)) if memory is None else memory
+    allowed = memory_of_1f1b(p, v, m) if memory is None else memory
     tried = [_try(name, p, v, m, times) for name in candidate_names(p, v, m)]
     fitting = [one for one in tried if one is not None and one.memory <= allowed + 1e-9]
     if not fitting:
@@ -90,6 +91,13 @@ def memory_of(schedule: Schedule) -> float:
     return max(peak_live(schedule)) / schedule.v
 
 
+def memory_of_1f1b(p: int, v: int, m: int) -> float:
+    """What one forward, one backward holds on the first rank: p activations, a little more where
+    p does not divide m and chunks go in larger groups.
+    """
+    return family_peak(0, p, v, m) / v
+
+
 def default_name(p: int, v: int, m: int) -> str:
     """The best schedule at the memory of 1f1b for equal stages, by name: what a run uses that says
     nothing. Only named looped schedules are considered, so that it can be explained in a word.
@@ -99,6 +107,6 @@ def default_name(p: int, v: int, m: int) -> str:
         if not kind.allows(v) or kind.v_shaped:
             continue
         one = _try(kind.name, p, v, m, Durations.even(p, v))
-        if one is not None and one.memory <= min(p, m) + 1e-9:
+        if one is not None and one.memory <= memory_of_1f1b(p, v, m) + 1e-9:
             best = min(best, (round(one.step, 9), one.memory, kind.name))
-    return best[2] or "gpipe"
+    return best[2]

@@ -22,10 +22,10 @@ from megalite.model.transformer import Transformer
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
 from megalite.pipeline.runtime import PipelineRuntime
 from megalite.pipeline.stage import Boundary
-from megalite.schedules import build
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.tensor_parallel.cross_entropy import LossExtras
 from megalite.train.batch import TokenBatch
+from megalite.train.pipeline_schedule import make_schedule
 
 
 class Engine:
@@ -38,7 +38,10 @@ class Engine:
         self.config, self.mesh = config, mesh
         self.dtype = DTYPES[config.train.dtype]
         set_tf32(config.train.tf32, mesh.device)
-        self.chunks = build_chunks(config, mesh, self.dtype)
+        per_replica = config.train.micro_batch * mesh.dp.size
+        num_micro_batches = config.train.global_batch // per_replica
+        place = make_schedule(config, num_micro_batches).place
+        self.chunks = build_chunks(config, mesh, self.dtype, place)
         self.optimizer = DistributedOptimizer(
             self.chunks, mesh, config.optimizer, self.dtype, mesh.device
         )
@@ -47,15 +50,14 @@ class Engine:
             tokens //= mesh.tp.size
         self._boundary = Boundary((tokens, config.model.hidden_size), self.dtype)
         self._runtimes: dict[int, PipelineRuntime] = {}  # by microbatches of a step
-        per_replica = config.train.micro_batch * mesh.dp.size
-        self.runtime = self._runtime_for(config.train.global_batch // per_replica)
+        self.runtime = self._runtime_for(num_micro_batches)
+        self.z_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def _runtime_for(self, num_micro_batches: int) -> PipelineRuntime:
         """The pipeline for a number of microbatches; all ranks make it at the same point."""
         if num_micro_batches not in self._runtimes:
-            config, parallel = self.config, self.config.parallel
             self._runtimes[num_micro_batches] = PipelineRuntime(
-                build(str(config.pipeline.schedule), parallel.pp, parallel.vpp, num_micro_batches),
+                make_schedule(self.config, num_micro_batches),
                 self.chunks,
                 self.mesh,
                 self._boundary,
@@ -67,11 +69,24 @@ class Engine:
     def forward_backward(self, batches: Sequence[TokenBatch]) -> Tensor:
         """Gradients of a step's microbatches; this rank's part of the loss (0 off the last stage).
 
-        Returns float64, on the device: the sum of the microbatches' losses, in order.
+        Returns float64, on the device: the sum of the microbatches' losses, in order. The z-loss is
+        not in it but in `z_loss`.
         """
         self.optimizer.begin_step()
         self.runtime = self._runtime_for(len(batches))
-        return self._total(self.runtime.run(batches, loss_scale=self.optimizer.loss_scale))
+        loss = self._total(self.runtime.run(batches, loss_scale=self.optimizer.loss_scale))
+        if self.config.train.z_loss:
+            loss, self.z_loss = self._loss_parts()
+        return loss
+
+    def _loss_parts(self) -> tuple[Tensor, Tensor]:
+        """This rank's parts of the cross entropy and the z-loss of the last step."""
+        parts = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for chunk in self.chunks:
+            if chunk.last:
+                taken = chunk.vocab.take_parts()
+                parts += taken if self.mesh.tp.rank == 0 else 0.0
+        return parts[0], parts[1]
 
     def train_step(self, batches: Sequence[TokenBatch], lr: float) -> tuple[Tensor, StepResult]:
         """`forward_backward`, then one optimizer step with rate `lr`."""
@@ -101,12 +116,15 @@ class Engine:
         return total
 
 
-def build_chunks(config: RunConfig, mesh: Mesh, dtype: torch.dtype) -> list[Transformer]:
-    """This pipeline rank's model chunks with their initial weights: stage s is on rank s mod pp."""
+def build_chunks(
+    config: RunConfig, mesh: Mesh, dtype: torch.dtype, place: Sequence[int]
+) -> list[Transformer]:
+    """This pipeline rank's model chunks with their initial weights; stage s is on rank place[s]."""
     counts = stage_layer_counts(config)
     stops = list(accumulate(counts))
-    chunks = []
-    for stage in range(mesh.pp.rank, len(counts), mesh.pp.size):
+    together = len(counts) > 1 and place[0] == place[-1]  # one weight for embedding and head
+    chunks: list[Transformer] = []
+    for stage in (stage for stage, rank in enumerate(place) if rank == mesh.pp.rank):
         tp = TensorParallel(
             mesh.tp,
             dtype,
@@ -121,9 +139,11 @@ def build_chunks(config: RunConfig, mesh: Mesh, dtype: torch.dtype) -> list[Tran
             layers=range(stops[stage] - counts[stage], stops[stage]),
             first=stage == 0,
             last=stage == len(counts) - 1,
-            recompute=config.train.recompute,
+            recompute="none" if config.train.recompute == "stage" else config.train.recompute,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             extras=LossExtras(config.train.z_loss, config.train.label_smoothing),
+            embedding_stage=chunks[0] if together and stage == len(counts) - 1 else None,
+            head_beside=together and stage == 0,
         )
         init_params(
             chunk.named_params(), config.model, config.train.seed, mesh.tp.size, mesh.tp.rank

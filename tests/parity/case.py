@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,10 +16,21 @@ from megalite.config import (
     RunConfig,
     TrainConfig,
 )
+from megalite.model.dropout import DropoutAt
 from megalite.train.batch import TokenBatch
 
 STEPS = 3
 SEQ_LENGTH = 16
+# What a family changes in the tiny model beside its own defaults.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama3": {"family": "llama", "rope_scaling": "llama3", "rope_original_max_position": 40},
+    "gpt2": {"max_positions": SEQ_LENGTH + 3},
+    "qwen2": {},
+    "qwen3": {"head_dim": 10},
+    "mistral": {"sliding_window": 5},
+}
+DROPOUT = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
 @dataclass(frozen=True)
@@ -30,10 +41,12 @@ class Case:
     sp: bool = False
     pp: int = 1
     vpp: int = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: str = "1f1b"
     dp: int = 1
     zero: Literal[0, 1] = 0
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "stage"] = "none"
+    family: str = "llama"
+    dropout: bool = False
     tied: bool = False
     kv_heads: int = 4
     vocab: int = 97
@@ -64,6 +77,8 @@ class Case:
     def reference(self) -> Case:
         """The same model and data in one process, without any option that must not matter."""
         return Case(
+            family=self.family,
+            dropout=self.dropout,
             tied=self.tied,
             kv_heads=self.kv_heads,
             vocab=self.vocab,
@@ -74,19 +89,28 @@ class Case:
         )
 
 
+def model_of(case: Case, num_layers: int) -> ModelConfig:
+    """The tiny model of a case's family."""
+    settings = {
+        "family": case.family,
+        "num_layers": num_layers,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": case.kv_heads,
+        "ffn_hidden_size": 48,
+        "vocab_size": case.vocab,
+        "vocab_pad_multiple": 4,
+        "tie_embeddings": case.tied,
+        **dict.fromkeys(DROPOUT, 0.2 if case.dropout else 0.0),
+        **FAMILIES[case.family],
+    }
+    return ModelConfig.model_validate(settings)
+
+
 def config_of(case: Case, num_layers: int) -> RunConfig:
     """Resolved config of a case."""
     return RunConfig(
-        model=ModelConfig(
-            num_layers=num_layers,
-            hidden_size=32,
-            num_heads=4,
-            num_kv_heads=case.kv_heads,
-            ffn_hidden_size=48,
-            vocab_size=case.vocab,
-            vocab_pad_multiple=4,
-            tie_embeddings=case.tied,
-        ),
+        model=model_of(case, num_layers),
         parallel=ParallelConfig(
             tp=case.tp,
             pp=case.pp,
@@ -146,13 +170,15 @@ def global_samples(case: Case, step: int) -> list[TokenBatch]:
 
 def rank_batches(case: Case, step: int, dp_rank: int) -> list[TokenBatch]:
     """A replica's microbatches of a step."""
-    samples = global_samples(case, step)
-    mine = samples[dp_rank * case.m * case.micro_batch :][: case.m * case.micro_batch]
-    size = case.micro_batch
-    return [join(mine[start : start + size]) for start in range(0, len(mine), size)]
+    samples, count, size = global_samples(case, step), case.m * case.micro_batch, case.micro_batch
+    starts = range(dp_rank * count, (dp_rank + 1) * count, size)
+    return [
+        join(samples[start : start + size], DropoutAt(1234, step, start * SEQ_LENGTH))
+        for start in starts
+    ]
 
 
-def join(samples: list[TokenBatch]) -> TokenBatch:
+def join(samples: list[TokenBatch], dropout: DropoutAt) -> TokenBatch:
     """Samples side by side in one microbatch."""
     bounds = [0]
     for index, sample in enumerate(samples):
@@ -162,4 +188,5 @@ def join(samples: list[TokenBatch]) -> TokenBatch:
         torch.cat([s.label_T for s in samples]),
         torch.cat([s.weight_T for s in samples]),
         bounds,
+        dropout,
     )

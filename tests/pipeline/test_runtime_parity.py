@@ -17,7 +17,7 @@ from tests.pipeline.tiny import (
     stages_of,
 )
 
-# Name and chunks per rank; "split f lag" is the family with B and W apart.
+# Name and chunks per rank; "split f lag" is the family with B and W apart, "again" recomputes.
 SCHEDULES = [
     ("gpipe", 1),
     ("gpipe", 2),
@@ -27,6 +27,11 @@ SCHEDULES = [
     ("split 1 1", 1),
     ("split 1 1", 2),
     ("fused 2 1", 2),
+    ("zb-h2", 1),
+    ("zb-v", 2),
+    ("v-min", 2),
+    ("again zb-v", 2),
+    ("again interleaved", 2),
 ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.distributed.mesh import Mesh
 from megalite.pipeline import Boundary, PipelineRuntime
-from megalite.schedules import Schedule, build, family, fuse, peak_live
+from megalite.schedules import Schedule, build, family, fuse, peak_live, recompute
 
 TOKENS, HIDDEN = 3, 4
 BOUNDARY = Boundary((TOKENS, HIDDEN), torch.float64)
@@ -93,8 +93,10 @@ def serial(num_stages: int, m: int) -> tuple[list[Tensor], list[dict[str, Tensor
 
 
 def make_schedule(name: str, p: int, v: int, m: int) -> Schedule:
-    """The user's schedules, and `split f lag` and `fused f lag` of the family."""
+    """The user's schedules, `split f lag` and `fused f lag` of the family, `again` any of them."""
     kind, *numbers = name.split()
+    if kind == "again":
+        return recompute(make_schedule(name.partition(" ")[2], p, v, m))
     if not numbers:
         return build(name, p, v, m)
     schedule = family(p, v, m, f=float(numbers[0]), lag=float(numbers[1]))

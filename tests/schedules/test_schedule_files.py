@@ -18,7 +18,7 @@ from megalite.schedules.csv_form import read_csv, read_file, write_csv
 from megalite.schedules.draw_svg import draw_html, draw_svg
 from megalite.schedules.draw_text import draw_text, plain
 from megalite.schedules.trace import chrome_trace
-from megalite.schedules.tune import candidate_names, default_name, memory_of, tune
+from megalite.schedules.tune import candidate_names, default_name, memory_of, memory_of_1f1b, tune
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -167,7 +167,7 @@ def test_the_default_is_the_best_looped_name_at_the_memory_of_1f1b(p: int, v: in
     for other in candidate_names(p, v, m):
         if other in KINDS and not KINDS[other].v_shaped:
             rival = build(other, p, v, m)
-            if memory_of(rival) <= min(p, m):
+            if memory_of(rival) <= memory_of_1f1b(p, v, m):
                 assert step <= simulate(rival, Durations.even(p, v)).makespan + 1e-9, other
 
 

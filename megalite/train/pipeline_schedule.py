@@ -1,0 +1,50 @@
+"""Which pipeline schedule a config means, and which stages a pipeline rank then holds."""
+
+from __future__ import annotations
+
+from megalite.config import RunConfig
+from megalite.config_stages import stage_layer_counts
+from megalite.model_math import forward_flops
+from megalite.schedules import Durations, Schedule, build, recompute
+from megalite.schedules.csv_form import FILE, read_file
+from megalite.schedules.tune import AUTO, tune
+
+
+def make_schedule(config: RunConfig, num_micro_batches: int) -> Schedule:
+    """The schedule of a resolved config for a step of so many microbatches.
+
+    Raises ScheduleError for a file that does not fit and a memory that no schedule keeps to.
+    """
+    pp, vpp, name = config.parallel.pp, config.parallel.vpp, str(config.pipeline.schedule)
+    if name == AUTO:
+        limit = config.pipeline.max_activations
+        name = tune(pp, vpp, num_micro_batches, modelled_durations(config), limit)[0].name
+    if name.startswith(FILE):
+        schedule = read_file(name[len(FILE) :], pp, vpp, num_micro_batches)
+    else:
+        schedule = build(name, pp, vpp, num_micro_batches)
+    return recompute(schedule) if config.train.recompute == "stage" else schedule
+
+
+def modelled_durations(config: RunConfig) -> Durations:
+    """Relative times of every stage from the FLOPs of its layers and head; hops are free.
+
+    An input gradient multiplies as often as the forward, with attention twice; a weight gradient as
+    often as the forward without attention, which has no weights.
+    """
+    flops = forward_flops(config.model, config.data.seq_length)
+    layers = config.model.num_layers
+    attention = flops.attention_causal / layers
+    products = (flops.qkv + flops.attention_out + flops.mlp) / layers
+    counts = stage_layer_counts(config)
+    weights = [count * products for count in counts]
+    weights[-1] += flops.head
+    scores = [count * attention for count in counts]
+    # A stage without a layer still takes a moment: times must be positive.
+    least = 1e-3 * max(weights)
+    pairs = list(zip(weights, scores, strict=True))
+    return Durations(
+        tuple(max(least, w + s) for w, s in pairs),
+        tuple(max(least, w + 2 * s) for w, s in pairs),
+        tuple(max(least, w) for w, _ in pairs),
+    )
