@@ -76,9 +76,7 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
 def resolve_schedule(config: RunConfig) -> RunConfig:
     """Fill in pipeline.schedule and train.steps, which do not depend on the world size."""
     parallel = config.parallel
-    schedule = config.pipeline.schedule or default_schedule(
-        parallel.pp, parallel.vpp, parallel.tp
-    )
+    schedule = config.pipeline.schedule or default_schedule(parallel.pp, parallel.vpp, parallel.tp)
     pipeline = config.pipeline.model_copy(update={"schedule": schedule})
     steps = horizon_steps(config, batch_plan(config))
     train = config.train.model_copy(update={"steps": steps})
