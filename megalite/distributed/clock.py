@@ -26,7 +26,7 @@ class Clock:
         """Now, on this device."""
         if not self._events:
             return time.perf_counter()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else _new_event()
         event.record()
         return event
 
@@ -40,6 +40,11 @@ def seconds_between(first: Mark, second: Mark) -> float:
     if isinstance(first, torch.cuda.Event):
         assert isinstance(second, torch.cuda.Event)
         second.synchronize()
-        return first.elapsed_time(second) / 1e3
+        return float(first.elapsed_time(second)) / 1e3
     assert isinstance(second, float)
     return second - first
+
+
+def _new_event() -> torch.cuda.Event:
+    made: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return made

@@ -169,9 +169,16 @@ def _communication() -> Iterator[Finding]:
     )  # fmt: skip
     if torch.cuda.is_available():
         nccl = dist.is_available() and dist.is_nccl_available()
-        found = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this torch"
+        found = _nccl_version() if nccl else "not in this torch"
         yield Finding("nccl", "ok" if nccl else "missing", found, "install a CUDA build of torch")
     yield _host_name()
+
+
+def _nccl_version() -> str:
+    import torch
+
+    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return _as_text(numbers)
 
 
 def _host_name() -> Finding:

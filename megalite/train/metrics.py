@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.config import ModelConfig
-from megalite.hardware import peak_tflops
+from megalite.config import RunConfig
+from megalite.hardware import number_format, own_device, peak_of, peak_tflops
 from megalite.model_math import mfu, training_flops
 
 
@@ -30,13 +30,23 @@ class Device:
     memory_bytes: int | None
 
 
-def describe_device(device: torch.device, dtype: str) -> Device:
-    """Name and peak of the device; a device that no hardware file names has no peak."""
+def describe_device(device: torch.device, config: RunConfig) -> Device:
+    """Name and peak of the device; one that no hardware file names has no peak.
+
+    `log.hardware` is a hardware file of the user's own, which must name the device.
+    """
+    train, own = config.train, config.log.hardware
+    products = number_format(train.dtype, train.tf32)
+    memory = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        return Device(name, True, peak_tflops(name, dtype), total)
-    return Device(platform.processor() or platform.machine() or "cpu", False, None, None)
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        name = platform.processor() or platform.machine() or "cpu"
+    peak = peak_tflops(name, products)
+    if own is not None:
+        peak = peak_of(own_device(own, name), products)
+    return Device(name, device.type == "cuda", peak, memory)
 
 
 def memory_peak_bytes(device: torch.device) -> int:
@@ -58,10 +68,11 @@ class Rates:
 
 
 def step_rates(
-    tokens: int, wall_s: float, world_size: int, model: ModelConfig, seq_length: int, device: Device
+    global_batch: int, wall_s: float, world_size: int, config: RunConfig, device: Device
 ) -> Rates:
-    """Rates of a step of `tokens` input tokens; MFU None on a device without a known peak."""
-    per_s = tokens / wall_s
+    """Rates of a step of `global_batch` samples; MFU None on a device without a known peak."""
+    model, seq_length = config.model, config.data.seq_length
+    per_s = global_batch * seq_length / wall_s
     flops = training_flops(model, seq_length)
     used = mfu(per_s, model, seq_length, device.peak_tflops, world_size)
     return Rates(

@@ -55,7 +55,8 @@ class StepClock:
         assert drain in TIME_PARTS, drain
         self._ledger, self._drain = ledger, drain
         self._laps: list[_Lap] = []
-        self.begin()
+        self._began_s = 0.0
+        self._mark: Mark = 0.0
 
     def begin(self) -> None:
         """Start measuring here: what lies before belongs to no step."""

@@ -49,13 +49,14 @@ class WandbSink:
     def write(self, record: dict[str, Any]) -> None:
         """Hand a line over; the first one, with the config, starts the thread."""
         if self._thread is None:
-            self._deadline_s = time.monotonic() + self._config.timeout_s
+            # time for a start online that fails, and one offline
+            self._deadline_s = time.monotonic() + 2 * self._config.timeout_s
             self._thread = threading.Thread(
                 target=self._work, args=(record.get("config", {}),), name="wandb", daemon=True
             )
             self._thread.start()
         if not self._started.is_set() and time.monotonic() > self._deadline_s:
-            self._give_up(f"did not start within {self._config.timeout_s:g} s")
+            self._give_up("did not start in time")
         numbers = scalars(record)
         if numbers and not self._given_up.is_set():
             line = {"step": record["step"], "attempt": record["attempt"], **numbers}
@@ -65,13 +66,13 @@ class WandbSink:
                 self._give_up("takes lines more slowly than the run writes them")
 
     def close(self, exit_code: int) -> None:
-        """Finish the run, for no longer than its start may take."""
+        """Finish the run, for no longer than its start may still take or `timeout_s`."""
         if self._thread is None or self._given_up.is_set():
             return
         self._lines.put(exit_code)
-        self._thread.join(self._config.timeout_s)
+        self._thread.join(max(self._config.timeout_s, self._deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            self._give_up(f"did not finish within {self._config.timeout_s:g} s")
+            self._give_up("did not finish in time")
 
     def _give_up(self, reason: str) -> None:
         if not self._given_up.is_set():
@@ -96,9 +97,30 @@ class WandbSink:
         return self._module or importlib.import_module("wandb")
 
     def _start(self, config: dict[str, Any]) -> Any:
-        wandb = self._wandb()
-        chosen = self._config
-        run = wandb.init(
+        mode = self._mode(self._wandb().setup().settings)
+        try:
+            run = self._init(config, mode)
+        except Exception as error:
+            if mode != "online" or self._given_up.is_set():
+                raise
+            self._keep_offline(f"did not take the run ({type(error).__name__}: {error})")
+            self._wandb().teardown()  # its service still holds the id
+            run = self._init(config, "offline")
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _init(self, config: dict[str, Any], mode: str) -> Any:
+        wandb, chosen = self._wandb(), self._config
+        # Nothing of the host's code or repository, whose address may hold a token.
+        settings = wandb.Settings(
+            console="off",
+            disable_git=True,
+            save_code=False,
+            silent=True,
+            init_timeout=chosen.timeout_s,
+        )
+        return wandb.init(
             project=chosen.project,
             entity=chosen.entity,
             group=chosen.group,
@@ -107,21 +129,17 @@ class WandbSink:
             id=run_id(self._folder),
             resume="allow",
             dir=str(self._folder),
-            mode=self._mode(wandb.setup().settings),
+            mode=mode,
             config=config,
             allow_val_change=True,
-            # Nothing of the host's code or repository, whose address may hold a token.
-            settings=wandb.Settings(
-                console="off",
-                disable_git=True,
-                save_code=False,
-                silent=True,
-                init_timeout=chosen.timeout_s,
-            ),
+            settings=settings,
         )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        return run
+
+    def _keep_offline(self, reason: str) -> None:
+        self._warn(
+            f"warning: wandb {reason}; this run is kept offline in {self._folder / 'wandb'} (send "
+            "it later with `wandb sync`)"
+        )
 
     def _mode(self, settings: Any) -> str:
         """How to run: as wandb's own settings say where they are not online, else as the config
@@ -136,13 +154,10 @@ class WandbSink:
         url = str(settings.base_url)
         if not has_key(settings, url):
             if asked == "online":
-                self._warn("warning: wandb has no key (`wandb login`); this run is kept offline")
+                self._keep_offline("has no key (`wandb login`)")
             return "offline"
         if not reachable(url):
-            self._warn(
-                f"warning: wandb at {url} cannot be reached; this run is kept offline in "
-                f"{self._folder / 'wandb'} (send it later with `wandb sync`)"
-            )
+            self._keep_offline(f"at {url} cannot be reached")
             return "offline"
         return "online"
 

@@ -156,11 +156,28 @@ def test_the_logged_norm_is_from_before_clipping(pool: RankPool, config: RunConf
     assert min(tight) > 100 * 1e-3
 
 
+def test_optimizer_memory_is_printed_and_is_a_share_of_it_under_zero1(
+    pool: RankPool, config: RunConfig
+) -> None:
+    folder = Path(config.out)
+    small = make_config(folder, "memory", "zero1", train__steps=2)
+    pool.run(train, 2, [(small, None)])
+    (memory,) = (line["memory"] for line in lines(folder / "memory", "run"))
+    stored = memory["num_parameters"] + memory["num_padding"]
+    assert memory["num_parameters"] == parameter_counts(small.model, padded=True).total
+    assert memory["param_bytes"] == memory["grad_bytes"] == 4 * stored
+    assert memory["master_bytes"] == 0  # float32 weights are their own masters
+    assert memory["exp_avg_bytes"] == memory["exp_avg_sq_bytes"] == 4 * stored // 2
+    optimizer_mib = 2 * memory["exp_avg_bytes"] / 2**20
+    log = (folder / "memory" / "log.txt").read_text()
+    assert f", optimizer {optimizer_mib:.2f} MiB (of all " in log
+
+
 def test_a_torn_last_line_is_removed_and_a_merely_unended_one_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
     first.write("run", step=0)
-    first.write("step", step=1)
+    first.write("step", step=1, loss=2.0)
     first.close()
     whole = path.read_bytes()
     for torn in (

@@ -219,6 +219,21 @@ def test_with_a_key_and_a_network_the_run_is_online(tmp_path: Path) -> None:
     assert not reachable("http://127.0.0.1:1")
 
 
+def test_a_service_that_refuses_the_run_leaves_it_offline(tmp_path: Path) -> None:
+    fake = FakeWandb()
+
+    def refuse_online() -> None:
+        if fake.modes[-1] == "online":
+            raise RuntimeError("no such entity")
+
+    fake.on_init = refuse_online
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        fake.settings.base_url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        (warning,) = drive(fake, tmp_path)
+    assert "did not take the run (RuntimeError: no such entity); this run is kept off" in warning
+    assert (fake.modes, len(fake.logged), fake.finished) == (["online", "offline"], 3, [75])
+
+
 def test_a_start_that_hangs_is_given_up_with_one_warning(tmp_path: Path) -> None:
     never = threading.Event()
     fake = FakeWandb(on_init=never.wait)
@@ -231,7 +246,7 @@ def test_a_start_that_hangs_is_given_up_with_one_warning(tmp_path: Path) -> None
     sink.write({"kind": "step", "attempt": 1, **step_record(2, 1.0)})
     sink.close(0)
     assert warnings == [
-        "warning: wandb did not finish within 1 s and is left out; metrics.jsonl has every line"
+        "warning: wandb did not finish in time and is left out; metrics.jsonl has every line"
     ]
     never.set()
 

@@ -73,6 +73,8 @@ def step(device: Device, clock: StepClock) -> None:
 
 def test_every_second_of_the_device_belongs_to_one_part(device: Device) -> None:
     clock = StepClock(device.ledger, drain="pp_wait")
+    assert device.ledger.waits is None  # nothing is marked before a step begins
+    clock.begin()
     for _ in range(3):
         began_s = device.now_s
         step(device, clock)
@@ -91,6 +93,7 @@ def test_every_second_of_the_device_belongs_to_one_part(device: Device) -> None:
 
 def test_nothing_is_synchronised_within_a_step_and_events_are_used_again(device: Device) -> None:
     clock = StepClock(device.ledger)
+    clock.begin()
     made = []
     for _ in range(4):
         before = device.num_syncs
@@ -103,6 +106,7 @@ def test_nothing_is_synchronised_within_a_step_and_events_are_used_again(device:
 
 def test_what_lies_between_stop_and_begin_belongs_to_no_step(device: Device) -> None:
     clock = StepClock(device.ledger)
+    clock.begin()
     step(device, clock)
     clock.stop()
     device.wait("tp", 100.0)
@@ -123,6 +127,7 @@ def test_waiting_for_the_whole_world_is_the_uneven_axis(pp: int, dp: int, part: 
 def test_the_host_clock_measures_the_same_way() -> None:
     ledger = Ledger("rank 0")
     clock = StepClock(ledger)
+    clock.begin()
     with ledger.blocked("tp"):
         pass
     clock.lap("compute")
@@ -134,6 +139,7 @@ def test_the_host_clock_measures_the_same_way() -> None:
 
 def test_a_failed_wait_is_counted_too(device: Device) -> None:
     clock = StepClock(device.ledger)
+    clock.begin()
 
     def fail() -> None:
         with device.ledger.blocked("tp"):

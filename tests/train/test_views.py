@@ -88,7 +88,7 @@ def test_a_service_that_cannot_be_reached_costs_one_warning(pool: RankPool, fold
     config = views(folder, "unreachable", mode="auto")
     environment = {
         "WANDB_API_KEY": SECRETS["WANDB_API_KEY"],
-        "WANDB_BASE_URL": "http://10.255.255.1:8080",  # no route
+        "WANDB_BASE_URL": "http://127.0.0.1:1",  # nobody listens
         "WANDB_CACHE_DIR": str(folder / "cache"),
     }
     (done,) = pool.run(run_with, 1, config, environment)
@@ -97,7 +97,7 @@ def test_a_service_that_cannot_be_reached_costs_one_warning(pool: RankPool, fold
     assert [line["step"] for line in lines(run, "step")] == [1, 2, 3]
     log = (run / "log.txt").read_text()
     assert log.count("warning: ") == 1
-    assert "warning: wandb at http://10.255.255.1:8080 cannot be reached; this run is kept" in log
+    assert "warning: wandb at http://127.0.0.1:1 cannot be reached; this run is kept" in log
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
 
 
