@@ -83,8 +83,13 @@ def publish(root: Path, step: int, written: Path, disk: Disk) -> Path:
 
 
 def point_latest(root: Path, final: Path, disk: Disk) -> None:
-    """Write the `latest` pointer file: advice for people and scripts, never used to load."""
+    """Write the `latest` pointer file: advice for people and scripts, never used to load.
+
+    A directory of that name is somebody's and stays; a link there is replaced, not followed.
+    """
     pointer = root / f"{_TMP}{LATEST}"
+    if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
+        return
     disk.remove(pointer)
     disk.write_file(pointer, f"{final.name}\n".encode())
     disk.rename(pointer, root / LATEST)

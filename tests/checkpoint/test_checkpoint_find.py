@@ -371,3 +371,28 @@ def test_rolling_back_discards_the_future(tmp_path: Path) -> None:
     assert found_step(tmp_path) == 2
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
     assert discard_after(tmp_path, 2) == []
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_somebody_elses_latest_does_not_fail_a_save(tmp_path: Path, kind: str) -> None:
+    latest, other = tmp_path / "latest", tmp_path / "step-00000001"
+    save_steps(tmp_path, 1)
+    latest.unlink()
+    if kind == "directory":
+        latest.mkdir()
+        (latest / "mine").write_text("kept")
+    else:
+        latest.symlink_to(other.name)
+    save_steps(tmp_path, 2)
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert found.path.name == "step-00000002"
+    assert sorted(path.name for path in other.iterdir()) == sorted(
+        path.name for path in found.path.iterdir()
+    )
+    if kind == "directory":
+        assert (latest / "mine").read_text() == "kept"
+    else:
+        assert latest.read_text() == "step-00000002\n"
+        assert not latest.is_symlink()
+    assert not list(tmp_path.glob(".tmp-*"))
