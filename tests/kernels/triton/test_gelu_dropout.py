@@ -1,0 +1,106 @@
+"""Bias + GeLU in Triton against float64, and dropout against the reference's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megalite.kernels import reference_dropout
+from megalite.kernels.triton_dropout import dropout
+from megalite.kernels.triton_gelu import gelu_backward_, gelu_forward
+from megalite.kernels.triton_norm import column_sum
+from torch import Tensor
+
+from tests.kernels.triton.kit import (
+    DTYPES,
+    assert_guards_untouched,
+    assert_near,
+    assert_same_bits,
+    draw,
+    exact,
+    far_rows,
+    guarded,
+    rows_of_wider,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("erf", [False, True])
+@pytest.mark.parametrize(("tokens", "columns", "with_bias"), [(11, 37, True), (2, 1030, False)])
+def test_gelu_and_its_gradient_in_place(
+    tokens: int, columns: int, with_bias: bool, erf: bool, dtype: torch.dtype
+) -> None:
+    whole, h = guarded(rows_of_wider(2 * draw(tokens, columns, dtype=dtype)))
+    bias = draw(columns, dtype=dtype, seed=1) if with_bias else None
+    h64, bias64 = exact(h), exact(bias)
+    z64 = h64 if bias64 is None else h64 + bias64
+    want = F.gelu(z64, approximate="none" if erf else "tanh")
+    assert_near(gelu_forward(h, bias, erf=erf), want)
+    da = rows_of_wider(draw(tokens, columns, dtype=dtype, seed=2))
+    want.backward(da.double())
+    partial = gelu_backward_(h, da, bias, erf=erf, programs=2)
+    assert_near(h, h64.grad, backward=True)
+    assert_guards_untouched(whole)
+    if with_bias:
+        dbias = column_sum(partial, torch.empty(columns))
+        assert_near(dbias, bias64.grad, backward=True)
+
+
+def test_gelu_of_extreme_far_and_absent_rows() -> None:
+    extreme = torch.tensor([[-1e4, 1e4, -60.0, 60.0]])
+    for erf in (False, True):
+        assert gelu_forward(extreme, erf=erf).tolist() == [[0, 1e4, 0, 60]]
+        work = extreme.clone()
+        gelu_backward_(work, torch.ones(()).expand(1, 4), erf=erf)
+        assert work.tolist() == [[0, 1, 0, 1]]
+    near = draw(3, 16, dtype=torch.bfloat16)
+    assert torch.equal(gelu_forward(far_rows(near)), gelu_forward(near))
+    assert gelu_forward(torch.empty(0, 4)).shape == (0, 4)
+    partial = gelu_backward_(torch.empty(0, 4), torch.empty(0, 4), torch.ones(4))
+    assert (partial == 0).all()
+
+
+def test_gelu_bits_and_errors() -> None:
+    h, da, bias = draw(9, 600), draw(9, 600, seed=1), draw(600)
+
+    def run() -> list[Tensor | None]:
+        work = h.clone()
+        return [gelu_forward(h, bias), gelu_backward_(work, da, bias, programs=2), work]
+
+    assert_same_bits(run)
+    with pytest.raises(ValueError, match="types must be the same"):
+        gelu_backward_(h, da.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("key", "p", "first_token"),
+    [
+        ((0, 0), 0.5, 0),
+        ((123, 2**32 - 5), 0.1, 2**32 - 2),
+        ((2**31, 2**31 - 1), 0.9, 2**40 + 3),
+        ((1, 1), 0.0, 1),
+    ],
+)
+def test_dropout_gives_the_bits_of_the_reference(
+    key: tuple[int, int], p: float, first_token: int, dtype: torch.dtype
+) -> None:
+    x = draw(4, 1100, dtype=dtype)
+    token = torch.arange(first_token, first_token + 4).unsqueeze(1)
+    keep = reference_dropout.dropout_mask(key, p, token, torch.arange(1100))
+    want = reference_dropout.dropout(x, keep, p)
+    for rows in (x, rows_of_wider(x)):
+        got = dropout(rows, key, p, first_token)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_dropout_bits_and_errors() -> None:
+    x = draw(3, 70)
+    # the words of the mask wrap by design: no overflow checks here
+    assert_same_bits(lambda: [dropout(x, (5, 6), 0.3)], overflow=False)
+    expanded = torch.ones(()).expand(3, 70)
+    assert torch.equal(dropout(expanded, (5, 6), 0.3), dropout(torch.ones(3, 70), (5, 6), 0.3))
+    with pytest.raises(ValueError, match=r"p=1\.0, expected 0 <= p < 1"):
+        dropout(x, (5, 6), 1.0)
+    with pytest.raises(ValueError, match="not a 32-bit word"):
+        dropout(x, (5, 2**32), 0.5)
