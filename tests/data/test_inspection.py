@@ -1,0 +1,86 @@
+"""`data inspect`: counts and texts of a dataset, and a check that fails for each kind of damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megalite.cli.main import app
+from megalite.data.inspection import inspect_dataset
+from megalite.data.prepare import prepare
+from megalite.errors import DataError
+
+TEXTS = [f"text number {n}\n" * (n % 4 + 1) for n in range(30)] + ["a </s> b"]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    prepare(str(source), str(tmp_path / "out"), vocab_size=290, num_workers=1)
+    return str(tmp_path / "out")
+
+
+def test_a_sound_dataset_is_described(prefix: str) -> None:
+    found = inspect_dataset(prefix, num_shown=2, shown_tokens=10_000)
+    assert found.good
+    assert [check.name for check in found.checks] == [
+        "index", "fingerprint", "tokenizer", "ids", "ends"
+    ]  # fmt: skip
+    assert (found.num_documents, found.dtype) == (31, "uint16")
+    assert [shown.text for shown in found.shown] == TEXTS[:2]
+    assert sum(count for _, _, count in found.histogram) == 31
+    assert found.quantiles[0.0] <= found.quantiles[0.5] <= found.quantiles[1.0]
+    result = CliRunner().invoke(app, ["data", "inspect", prefix])
+    assert result.exit_code == 0
+    for part in ("documents  31 in 31 sequences", "check ends: good", repr(TEXTS[0]), "50%"):
+        assert part in result.output
+
+
+def flip(path: str, dtype: str, at: int, value: int) -> None:
+    found = np.fromfile(path, dtype)
+    found[at] = value
+    found.tofile(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "bad"),
+    [(-1, 7, {"fingerprint", "ends"}), (0, 2, {"fingerprint", "ends"}),
+     (0, 60_000, {"fingerprint", "ids"}), (0, 7, {"fingerprint"})],
+)  # fmt: skip
+def test_damaged_tokens_fail_a_check_and_the_command(
+    prefix: str, at: int, value: int, bad: set[str]
+) -> None:
+    flip(f"{prefix}.bin", "<u2", at, value)
+    found = inspect_dataset(prefix)
+    assert {check.name for check in found.checks if not check.good} == bad
+    result = CliRunner().invoke(app, ["data", "inspect", prefix])
+    assert result.exit_code == 2
+    assert f"error: {prefix}: fingerprint: found" in result.stderr
+
+
+def test_another_tokenizer_is_noticed(prefix: str, tmp_path: Path) -> None:
+    options = {"vocab_size": 280, "num_workers": 1}
+    prepare(str(tmp_path / "a.jsonl"), str(tmp_path / "b"), **options)  # type: ignore[arg-type]
+    found = inspect_dataset(prefix, str(tmp_path / "b.model"))
+    assert [check.name for check in found.checks if not check.good] == ["tokenizer"]
+
+
+def test_data_from_elsewhere_shows_ids(make: Callable[..., Path]) -> None:
+    found = inspect_dataset(str(make([[5, 6], [], [7]])))
+    assert found.good
+    assert [shown.text for shown in found.shown] == ["5 6", "", "7"]
+    assert found.histogram == [(0, 0, 1), (1, 1, 1), (2, 3, 1)]
+    assert inspect_dataset(str(make([], name="empty"))).quantiles == {}
+
+
+def test_bad_settings_and_files_are_refused(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="documents=-1"):
+        inspect_dataset(prefix, num_shown=-1)
+    with pytest.raises(DataError, match="no such file"):
+        inspect_dataset(str(tmp_path / "gone"))
