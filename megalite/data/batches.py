@@ -87,8 +87,7 @@ class Batches:
     def sample_ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """Ids of the run's samples first_sample .. first_sample + count - 1, as in MicroBatch."""
         self._require_in_pass(first_sample)
-        places = self._locate(first_sample, count)
-        return np.where(places.source < 0, PADDING, places.number + self._first_id[places.source])
+        return self._ids(self._locate(first_sample, count))
 
     def rank_batches(
         self, first_sample: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
@@ -99,11 +98,7 @@ class Batches:
         """
         self._require_in_pass(first_sample)
         first, count = _rank_part(global_batch, micro_batch, dp_rank, dp_size)
-        places = self._locate(first_sample + first, count)
-        return [
-            self._assemble(Places(*(part[start : start + micro_batch] for part in places)))
-            for start in range(0, count, micro_batch)
-        ]
+        return self._assemble(self._locate(first_sample + first, count), micro_batch)
 
     def _require_in_pass(self, first: int) -> None:
         if first < 0 or (self._end is not None and first >= self._end):
@@ -126,33 +121,55 @@ class Batches:
             source, sample = np.where(beyond, PADDING, source), np.where(beyond, PADDING, sample)
         return Places(source, sample)
 
-    def _assemble(self, places: Places) -> MicroBatch:
+    def _assemble(self, places: Places, micro_batch: int) -> list[MicroBatch]:
+        """Microbatches of the samples; all are views of three arrays made at once."""
         size, length = len(places.source), self.seq_length
         window = np.zeros((size, length + 1), dtype=np.int64)
         weight = np.ones((size, length), dtype=np.float32)
-        starts = [np.arange(size + 1, dtype=np.int64) * length]
         for row, (source, sample) in enumerate(
             zip(places.source.tolist(), places.number.tolist(), strict=True)
         ):
             if sample == PADDING:
                 weight[row] = 0.0
-                continue
-            span = self.spans[source]
-            window[row] = span.read(sample * length, length + 1)
-            if self.document_masks:
-                within = span.boundaries(sample * length, (sample + 1) * length) - sample * length
-                weight[row, within - 1] = 0.0
-                starts.append(within + row * length)
+            else:
+                window[row] = self.spans[source].read(sample * length, length + 1)
         self._check_ids(window, places)
-        segments = np.unique(np.concatenate(starts)) if len(starts) > 1 else starts[0]
-        ids = np.where(places.source < 0, PADDING, places.number + self._first_id[places.source])
-        return MicroBatch(
-            tokens=_flat(window[:, :-1]),
-            labels=_flat(window[:, 1:]),
-            loss_weight=_flat(weight),
-            cu_seqlens=torch.from_numpy(segments.astype(np.int32)),
-            sample_ids=ids,
+        segments = self._segments(places, micro_batch, weight)
+        tokens, labels, weights = (
+            _flat(part, micro_batch) for part in (window[:, :-1], window[:, 1:], weight)
         )
+        ids = self._ids(places).reshape(-1, micro_batch)
+        return [
+            MicroBatch(*parts) for parts in zip(tokens, labels, weights, segments, ids, strict=True)
+        ]
+
+    def _segments(
+        self, places: Places, micro_batch: int, weight: NDArray[np.float32]
+    ) -> list[torch.Tensor]:
+        """cu_seqlens of each microbatch; with document masks also takes weight from `weight`."""
+        length = self.seq_length
+        plain = np.arange(micro_batch + 1, dtype=np.int64) * length
+        if not self.document_masks:
+            same = torch.from_numpy(plain.astype(np.int32))
+            return [same] * (len(places.source) // micro_batch)
+        starts: list[list[NDArray[np.int64]]] = []
+        for row, (source, sample) in enumerate(
+            zip(places.source.tolist(), places.number.tolist(), strict=True)
+        ):
+            if row % micro_batch == 0:
+                starts.append([plain])
+            if sample != PADDING:
+                first = sample * length
+                within = self.spans[source].boundaries(first, first + length) - first
+                weight[row, within - 1] = 0.0
+                starts[-1].append(within + row % micro_batch * length)
+        return [
+            torch.from_numpy(np.unique(np.concatenate(parts)).astype(np.int32)) for parts in starts
+        ]
+
+    def _ids(self, places: Places) -> NDArray[np.int64]:
+        ids: NDArray[np.int64] = places.number + self._first_id[places.source]
+        return ids if self._end is None else np.where(places.source < 0, PADDING, ids)
 
     def _check_ids(self, window: NDArray[np.int64], places: Places) -> None:
         limit = self.vocab_size
@@ -190,5 +207,7 @@ def _rank_part(global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) 
     return dp_rank * count, count
 
 
-def _flat(values: NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
+def _flat(values: NDArray[Any], micro_batch: int) -> tuple[torch.Tensor, ...]:
+    """Rows by microbatches, each flattened."""
+    whole = torch.from_numpy(np.ascontiguousarray(values))
+    return whole.view(len(values) // micro_batch, -1).unbind()

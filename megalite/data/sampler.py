@@ -3,8 +3,9 @@
 Position g of the run (g = step * global_batch + place in the step) is place g % N of epoch g // N.
 Each epoch has its own keyed permutation of 0 .. N - 1: an eight-round Feistel network over the next
 even power of two (Luby and Rackoff 1988), re-applied until it lands inside N ("cycle walking",
-Black and Rogaway 2002; under four applications on average for N above 16). Nothing is built, cached
-or saved; the horizon, the layout and restarts play no part. Holds no data and knows no torch.
+Black and Rogaway 2002; under four applications on average for N above 16). Nothing is built or
+saved, and only the last block of places is kept; the horizon, the layout and restarts play no part.
+Holds no data and knows no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from megalite.errors import ConfigError, DataError
 
 NUM_ROUNDS = 8
+BLOCK = 1024  # places evaluated at a time: a network over few costs as much as over many
 MIN_BITS = 6  # fewer would leave small sets with too few distinct orders
 MASK_64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -78,6 +80,7 @@ class SampleOrder:
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
+        self._block: tuple[int, int, NDArray[np.int64]] | None = None  # epoch, first place, values
 
     def at(self, first: int, count: int) -> NDArray[np.int64]:
         """Sample ids at positions first .. first + count - 1 of the run."""
@@ -97,7 +100,21 @@ class SampleOrder:
         return self.at(step * global_batch, global_batch)
 
     def _epoch_slice(self, epoch: int, place: int, count: int) -> NDArray[np.int64]:
-        places = np.arange(place, place + count, dtype=np.int64)
         if not self.shuffle or self.num_samples == 1:
-            return places
-        return Permutation(self.num_samples, self.seed, epoch).at(places)
+            return np.arange(place, place + count, dtype=np.int64)
+        first = place // BLOCK * BLOCK
+        parts = [
+            self._values(epoch, start)[max(0, place - start) : place + count - start]
+            for start in range(first, place + count, BLOCK)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _values(self, epoch: int, first: int) -> NDArray[np.int64]:
+        """Sample ids of the block of places that starts at `first`; threads may ask at once."""
+        block = self._block
+        if block is None or block[:2] != (epoch, first):
+            stop = min(first + BLOCK, self.num_samples)
+            places = np.arange(first, stop, dtype=np.int64)
+            values = Permutation(self.num_samples, self.seed, epoch).at(places)
+            self._block = block = (epoch, first, values)
+        return block[2]
