@@ -23,13 +23,13 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def missing_extras(config: RunConfig, found: Found = is_installed) -> list[str]:
+def missing_extras(config: RunConfig, found: Found | None = None) -> list[str]:
     """One line for each optional package that the config needs and that is not installed."""
     return [
         f"{setting} needs the package {package}, which is not installed; install it with "
         f"`pip install 'megalite[{package}]'`, or remove the setting"
         for setting, package in _wanted(config)
-        if not found(package)
+        if not (found or is_installed)(package)
     ]
 
 
