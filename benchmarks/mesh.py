@@ -14,7 +14,8 @@ import time
 
 import torch
 
-from megalite.distributed.env import Launch, end_process, init_process
+from megalite.distributed.env import end_process, init_process
+from megalite.distributed.launcher import Launch
 from megalite.distributed.mesh import Mesh
 from megalite.topology import Topology
 

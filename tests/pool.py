@@ -289,7 +289,8 @@ def _rank_main(
 def _start_rank(rank: int, world_size: int, listener: socket.socket) -> RankContext:
     import torch
 
-    from megalite.distributed.env import Launch, init_process
+    from megalite.distributed.env import init_process
+    from megalite.distributed.launcher import Launch
 
     torch.set_num_threads(1)
     host, port = listener.getsockname()

@@ -174,7 +174,7 @@ def test_usage_mistakes_exit_2_without_traceback(arguments: list[str]) -> None:
 def test_errors_of_other_parts_are_lines_too(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(loaded: object, local: bool, accept: frozenset[str]) -> None:
+    def fail(loaded: object, **_: object) -> None:
         raise DataError("the corpus is empty")
 
     launch = types.ModuleType("megalite.train.launch")

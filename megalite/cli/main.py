@@ -17,6 +17,7 @@ from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
 from megalite.cli.schedule import schedule
+from megalite.distributed.launcher import speaks_for_host
 from megalite.errors import ConfigError, MegaliteError
 
 USAGE_EXIT = 2
@@ -31,7 +32,7 @@ class _ErrorsToLines(TyperGroup):
         except MegaliteError as error:
             if ctx.params["traceback"]:
                 raise
-            for line in _lines(error):
+            for line in _lines(error) if speaks_for_host() else []:
                 typer.echo(f"error: {line}", err=True)
             raise typer.Exit(USAGE_EXIT) from None
 
@@ -46,10 +47,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data.app, name="data")
-app.command()(schedule)
-app.command()(generate)
-app.command()(doctor)
-app.command()(info)
 
 
 @app.callback()
@@ -61,6 +58,7 @@ def _root(
 
 @app.command()
 def train(
+    ctx: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file.")],
     overrides: Annotated[
         list[str] | None,
@@ -92,7 +90,9 @@ def train(
     from megalite.config_load import load_config
     from megalite.config_resume import accepted
     from megalite.config_text import print_config as show
+    from megalite.train.signals import SignalFlag
 
+    flag = ctx.with_resource(SignalFlag())  # first of all: a signal from now on is remembered
     allowed = accepted(accept or [])
     named = [] if name is None else [f"name={toml_value(name)}"]
     loaded = load_config(config, [*(overrides or []), *named])
@@ -106,7 +106,7 @@ def train(
 
     from megalite.train.launch import train_command
 
-    train_command(loaded, local=local, accept=allowed)
+    train_command(loaded, local=local, accept=allowed, flag=flag)
 
 
 @app.command()
@@ -123,6 +123,12 @@ def report(
     for line in [*summary(record), "", *time_table(record)]:
         typer.echo(line)
     typer.echo(f"\nloss curve: {draw_losses(record, folder.name, folder / 'loss.png')}")
+
+
+app.command()(generate)
+app.command()(info)
+app.command()(doctor)
+app.command()(schedule)
 
 
 @app.command()

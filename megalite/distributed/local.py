@@ -7,6 +7,7 @@ restart ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,7 +26,8 @@ from typing import Any, Literal
 
 import torch
 
-from megalite.distributed.env import DeviceKind, Launch, hold_port, init_process, pick_device
+from megalite.distributed.env import DeviceKind, hold_port, init_process, pick_device
+from megalite.distributed.launcher import Launch
 from megalite.errors import ConfigError, MegaliteError
 
 StartMethod = Literal["fork", "spawn"]
@@ -47,6 +49,7 @@ class _Failure:
     text: str  # a traceback, or "error:" lines when the error is the user's to fix
     summary: str
     exit_code: int
+    of_peer: bool = False  # it only says that another rank failed
 
 
 @dataclass
@@ -82,6 +85,8 @@ def run_local(
     device: DeviceKind = "auto",
     timeout_s: float = 600.0,
     start_method: StartMethod | None = None,
+    held: tuple[signal.Signals, ...] = (),
+    came: Sequence[int] = (),
 ) -> int:
     """Run `fn(launch, device, *args)` in `world_size` processes here; returns an exit code.
 
@@ -91,6 +96,9 @@ def run_local(
     its own traceback is printed first and once ("error:" lines instead for a MegaliteError, which
     is the user's to fix), and the others are ended within about two seconds.
     SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go to all ranks. Call it in the main thread.
+
+    `held` are signals that ranks block until `fn` lets them in, so that none is lost while a rank
+    starts; `came` are numbers of signals that came before the call and go to the ranks as well.
     """
     if world_size < 1:
         raise ConfigError(f"world size {world_size} must be at least 1")
@@ -114,13 +122,15 @@ def run_local(
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank_main,
-                    args=(fn, args, launch, device, timeout_s, listener, writer),
+                    args=(fn, args, launch, device, timeout_s, listener, writer, held),
                     name=f"rank-{rank}",
                 )
                 process.start()
                 writer.close()
                 ranks.append(_Rank(rank, process, reader))
             listener.close()
+            for number in list(came):
+                os.kill(os.getpid(), number)  # pending until the next line lets them in
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             _watch(ranks)
         finally:
@@ -149,9 +159,10 @@ def _rank_main(
     timeout_s: float,
     listener: socket.socket,
     reports: Connection,
+    held: tuple[signal.Signals, ...],
 ) -> None:
     """One rank: join, call, report an exception, leave. Never returns."""
-    _own_signals()
+    _own_signals(held)
     _end_with_parent()
     if launch.rank != 0:
         listener.close()
@@ -167,21 +178,25 @@ def _rank_main(
         if isinstance(error, MegaliteError):
             code, text = _CONFIG_EXIT, "\n".join(f"error: {e}" for e in str(error).splitlines())
         summary = traceback.format_exception_only(error)[0].splitlines()[0]
-        reports.send(_Failure(time.monotonic(), text, summary, code))
+        of_peer = bool(getattr(error, "of_peer", False))
+        reports.send(_Failure(time.monotonic(), text, summary, code, of_peer))
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a normal exit: destructors of communicators whose peers are gone may wait for them.
     os._exit(code)
 
 
-def _own_signals() -> None:
-    """Forget the launcher's handlers, and leave its process group: Ctrl-C reaches ranks once."""
+def _own_signals(held: tuple[signal.Signals, ...]) -> None:
+    """Forget the launcher's handlers, and leave its process group: Ctrl-C reaches ranks once.
+
+    Signals `held` stay blocked: `fn` lets them in when it can answer them.
+    """
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # may come before `fn` has its handlers
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [n for n in FORWARDED if n not in held])
 
 
 def _end_with_parent() -> None:
@@ -277,7 +292,7 @@ def _first_failure(ranks: list[_Rank]) -> _Rank | None:
 
     def order(rank: _Rank) -> float:
         if rank.failure is not None:
-            return rank.failure.when
+            return math.inf if rank.failure.of_peer else rank.failure.when
         return (rank.ended_at or 0.0) if rank.process.exitcode == -signal.SIGABRT else 0.0
 
     return min((r for r in ranks if r.failed and not r.ended_by_us), key=order, default=None)
@@ -288,7 +303,7 @@ def _say(text: str, ranks: list[_Rank], first: _Rank) -> None:
     lines, told = [text], first.failure and first.failure.summary
     for rank in ranks:
         if rank is not first and rank.failure is not None:
-            if rank.failure.summary != told:
+            if rank.failure.summary != told and not rank.failure.of_peer:
                 lines.append(f"then rank {rank.rank}: {rank.failure.summary}")
         elif rank is not first and rank.ended_by_us:
             lines.append(f"then rank {rank.rank}: ended by the launcher")

@@ -1,14 +1,15 @@
-"""Ranks must run the same config: checked once, before any group is made.
+"""What the ranks settle together before they train: the same config, and errors that one has.
 
 One rank with another learning rate, or a stale file on one node, would train to wrong numbers
-without a word.
+without a word; one that stops at a missing file would leave the others waiting.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +17,36 @@ from megalite.config import RunConfig, Section
 from megalite.config_keys import keys, value_of
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, MegaliteError
+
+T = TypeVar("T")
+
+
+class PeerFailedError(MegaliteError):
+    """Another rank met an error, which it tells itself; this one only ends with it."""
+
+    of_peer = True
+
+
+def together(mesh: Mesh, work: Callable[[], T]) -> T:
+    """What `work` returns on this rank, if it raises on none; all ranks call it.
+
+    A rank on which it raises passes that on; the others raise PeerFailedError, at once.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # of any kind: the other ranks would wait for this one
+        failure = error
+    failed = torch.tensor([0 if failure is None else 1], dtype=torch.int64, device=mesh.device)
+    if int(comm.all_reduce(failed, mesh.world, op="max")) == 0:
+        return result
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    reports = comm.all_gather_object(text, mesh.world)
+    if failure is not None:
+        raise failure
+    rank, text = next((rank, text) for rank, text in enumerate(reports) if text)
+    raise PeerFailedError(f"rank {rank} met an error: {text}")
 
 
 def all_equal(digest: str, mesh: Mesh) -> bool:

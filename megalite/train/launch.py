@@ -1,39 +1,69 @@
 """From a loaded config to running ranks: under torchrun or srun, alone, or started here.
 
-Everything that can be refused without a process group is refused before one is made.
+What can be refused without torch is refused before torch is imported: a world that does not fit the
+layout, left-over launcher variables, a checkpoint that must be there and is not. What a rank does
+then is rank.py's.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
+import re
 import sys
-import traceback
-
-import torch
+from pathlib import Path
 
 from megalite.config import RunConfig
 from megalite.config_check import require_valid, resolve
 from megalite.config_load import Loaded
-from megalite.distributed.env import Launch, end_process, init_process, pick_device, read_launch
-from megalite.distributed.local import run_local
-from megalite.distributed.mesh import Mesh
-from megalite.distributed.watch import Watch
-from megalite.errors import ConfigError, MegaliteError
-from megalite.topology import Topology
-from megalite.train.agreement import require_same_config
-from megalite.train.trainer import Trainer
+from megalite.distributed.launcher import Launch, read_launch
+from megalite.errors import CheckpointError, ConfigError
+from megalite.train.signals import CAUGHT, SignalFlag
 
-# Exit codes of a rank that failed: by an error that the user can fix, by any other.
-_USER_ERROR, _ERROR = 2, 1
-
-# A rank says where it is stuck after this share of the collectives' timeout.
-_WATCH_SHARE = 0.5
+_CHECKPOINT = re.compile(r"(?:\.replaced-)?step-\d{8,}")
 
 
-def train_command(loaded: Loaded, *, local: bool, accept: frozenset[str] = frozenset()) -> None:
-    """Run a config to its end and exit with the run's code (0, or 75 when saved on a signal)."""
-    launch = read_launch()
+def train_command(
+    loaded: Loaded,
+    *,
+    local: bool,
+    accept: frozenset[str] = frozenset(),
+    flag: SignalFlag | None = None,
+) -> None:
+    """Run a config to its end and exit with the run's code (0, or 75 when saved on a signal).
+
+    `flag` may have been put up earlier; signals that it remembers count as if they came now.
+    """
+    with flag or SignalFlag() as flag:
+        launch = read_launch()
+        config = _resolved(loaded, launch, local)
+        require_checkpoint(config)
+        code = _run_here(config, accept, flag) if local else _run_rank(launch, config, accept, flag)
+        flag.ignore()
+        sys.exit(code)
+
+
+def require_checkpoint(config: RunConfig) -> None:
+    """CheckpointError if checkpoint.resume asks for what a look at the folder's names refutes.
+
+    Whether a checkpoint that is there is sound shows later.
+    """
+    root = Path(config.out) / config.name / "checkpoints"
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    found = sorted(name for name in names if _CHECKPOINT.fullmatch(name))
+    if config.checkpoint.resume == "must" and not found:
+        raise CheckpointError(
+            f'checkpoint.resume="must", but {root} holds no checkpoint; '
+            "check name and out, or set checkpoint.resume to auto"
+        )
+    if config.checkpoint.resume == "never" and found:
+        raise CheckpointError(
+            f'checkpoint.resume="never", but {root} holds {found[-1]}; '
+            "give the run another name, or remove the folder"
+        )
+
+
+def _resolved(loaded: Loaded, launch: Launch, local: bool) -> RunConfig:
+    """The config with what follows from the number of processes. Raises ConfigError."""
     if local and launch.source != "single":
         raise ConfigError(
             f"--local starts its own processes, but {launch.source} already started this one as "
@@ -44,63 +74,37 @@ def train_command(loaded: Loaded, *, local: bool, accept: frozenset[str] = froze
     world_size = None if local else launch.world_size
     require_valid(loaded.config, world_size, loaded.origins)
     config = resolve(loaded.config, world_size)
-    if local:
-        # Autograd imports this at the first backward, a second's work: here once for all forks.
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")
-        timeout_s = config.train.timeout_s
-        sys.exit(run_local(train_rank, _world_size(config), (config, accept), timeout_s=timeout_s))
-    _require_launcher(config, launch)
+    if not local:
+        _require_launcher(config, launch)
+    return config
+
+
+def _run_here(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
+    """Start all ranks on this host; returns the exit code of the whole."""
+    from megalite.distributed.local import run_local
+    from megalite.train.rank import train_rank
+
+    # Autograd imports this at the first backward, a second's work: here once for all forks.
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return run_local(
+        train_rank,
+        _world_size(config),
+        (config, accept),
+        timeout_s=config.train.timeout_s,
+        held=CAUGHT,
+        came=flag.came,
+    )
+
+
+def _run_rank(launch: Launch, config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
+    """Be a rank; with others it does not return."""
+    from megalite.distributed.env import pick_device
+    from megalite.train.rank import launched, train_rank
+
     device = pick_device(launch)
     if launch.world_size == 1:
-        sys.exit(train_rank(launch, device, config, accept))
-    _run_launched(launch, device, config, accept)
-
-
-def _run_launched(
-    launch: Launch, device: torch.device, config: RunConfig, accept: frozenset[str]
-) -> None:
-    """One of several ranks that a launcher started: run, tell what went wrong, end the process.
-
-    A failed rank ends at once: leaving the process group, or a normal exit of the interpreter, may
-    wait for peers that are waiting for this rank.
-    """
-    try:
-        init_process(launch, device, config.train.timeout_s)
-        code = train_rank(launch, device, config, accept)
-        end_process()
-    except MegaliteError as error:
-        code = _USER_ERROR
-        for line in str(error).splitlines():
-            _say(f"[rank {launch.rank}] error: {line}")
-    except Exception:
-        code = _ERROR
-        text = traceback.format_exc().rstrip()
-        _say(f"rank {launch.rank} of {launch.world_size} failed:\n{text}")
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def train_rank(
-    launch: Launch,
-    device: torch.device,
-    config: RunConfig,
-    accept: frozenset[str] = frozenset(),
-) -> int:
-    """One rank's run, inside its process group; returns the run's exit code.
-
-    `accept`: settings that may differ from those of the checkpoint to resume from.
-    """
-    parallel, timeout_s = config.parallel, config.train.timeout_s
-    topology = Topology(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
-    mesh = Mesh(topology, device, timeout_s=timeout_s)
-    require_same_config(config, mesh, accept)
-    mesh.create()
-    with Watch(mesh.ledger, timeout_s * _WATCH_SHARE, _say):
-        return Trainer(config, mesh, accept=accept).run()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        return train_rank(launch, device, config, accept, flag)
+    launched(train_rank, launch, device, (config, accept, flag), config.train.timeout_s)
 
 
 def _world_size(config: RunConfig) -> int:

@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megalite.distributed.env import (
-    Launch,
     check_interface,
     end_process,
-    first_host,
     hold_port,
     init_process,
     pick_device,
-    read_launch,
 )
+from megalite.distributed.launcher import Launch, first_host, read_launch, speaks_for_host
 from megalite.errors import ConfigError
 
 TORCHRUN = {
@@ -50,7 +48,10 @@ def test_torchrun() -> None:
 
 
 def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
-    assert read_launch(SLURM | TORCHRUN).source == "torchrun"
+    torchrun = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    assert read_launch(SLURM | torchrun).source == "torchrun"
+    same_place = {"RANK": SLURM["SLURM_PROCID"], "WORLD_SIZE": SLURM["SLURM_NTASKS"]}
+    assert read_launch(SLURM | TORCHRUN | same_place).source == "torchrun"
 
 
 def test_srun_alone() -> None:
@@ -95,6 +96,7 @@ def test_a_single_process(environ) -> None:
         (without(SLURM, "SLURM_STEP_NODELIST"), r"not SLURM_STEP_NODELIST"),
         (SLURM | {"SLURM_PROCID": "6"}, r"SLURM_PROCID=6 must be below SLURM_NTASKS=6"),
         (SLURM | {"SLURM_JOB_ID": ""}, r"SLURM_JOB_ID=''"),
+        (SLURM | TORCHRUN, r"RANK=5 of WORLD_SIZE=8, which torchrun .* SLURM_NTASKS=6; unset"),
     ],
 )
 def test_left_over_or_contradictory_variables_are_refused(environ, message) -> None:
@@ -171,3 +173,12 @@ def test_who_cannot_join_says_where() -> None:
     assert f"rank 1 of 2 (single) could not join the others at 127.0.0.1:{port}" in str(
         caught.value.__notes__
     )
+
+
+def test_the_first_process_of_a_host_speaks_for_it() -> None:
+    assert speaks_for_host({})
+    assert [speaks_for_host({"LOCAL_RANK": str(n)}) for n in range(3)] == [True, False, False]
+    assert not speaks_for_host(SLURM)
+    assert speaks_for_host(SLURM | {"SLURM_LOCALID": "0"})
+    assert speaks_for_host({"SLURM_LOCALID": "1", "SLURM_NTASKS": "1"})
+    assert speaks_for_host({"LOCAL_RANK": "x"})

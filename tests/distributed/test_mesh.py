@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.distributed import comm
-from megalite.distributed.env import Launch, end_process, init_process
+from megalite.distributed.env import end_process, init_process
+from megalite.distributed.launcher import Launch
 from megalite.distributed.mesh import Mesh, channel_rounds
 from megalite.errors import ConfigError
 from megalite.topology import KINDS, Topology

@@ -11,8 +11,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megalite.cli.main import main as megalite
-from megalite.train import launch  # noqa: F401  imported once for all jobs, torch with it
+from megalite.distributed import local  # noqa: F401  imported once for all jobs, torch with it
+from megalite.errors import DataError
+from megalite.train import launch, rank
+from megalite.train import trainer as trainer_module
 from megalite.train.trainer import Trainer
 
 
@@ -33,11 +38,72 @@ def spoils_a_gradient(trainer: Trainer) -> None:
     optimizer._reducers[0].wait = wait_and_spoil  # type: ignore[method-assign]
 
 
+def cannot_open() -> None:
+    """Rank 1 does not find its data, which the others have."""
+    open_data = trainer_module.open_data
+
+    def fail(config: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise DataError("data.path=here: no such file")
+        return open_data(config)
+
+    trainer_module.open_data = fail
+
+
+def signalled_before_the_ranks() -> None:
+    """SIGUSR1 comes while the launcher still looks at the config."""
+    require = launch.require_checkpoint
+
+    def signal_and_require(config: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        require(config)
+
+    launch.require_checkpoint = signal_and_require
+
+
+def signalled_while_a_rank_starts() -> None:
+    """SIGUSR1 comes to rank 1 alone, before it has a mesh."""
+    start = rank.train_rank
+
+    def signal_and_start(place: Any, *arguments: Any) -> int:
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return start(place, *arguments)
+
+    rank.train_rank = signal_and_start
+
+
+def terminated_late() -> None:
+    """SIGTERM comes to the launcher and to each rank when all is done and saved."""
+    start = rank.train_rank
+
+    def start_and_terminate(place: Any, *arguments: Any) -> int:
+        code = start(place, *arguments)
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return code
+
+    rank.train_rank = start_and_terminate
+
+
+# Faults of the second step, and faults of the whole process.
 FAULTS = {"raises": raises, "spoils_a_gradient": spoils_a_gradient}
+SETUPS = {
+    setup.__name__: setup
+    for setup in (
+        cannot_open,
+        signalled_before_the_ranks,
+        signalled_while_a_rank_starts,
+        terminated_late,
+    )
+}
 
 
 def inject(name: str) -> None:
-    """Let a fault happen in each rank at the start of its second step."""
+    """Let a fault happen: in each rank at the start of its second step, or where it says."""
+    if name in SETUPS:
+        SETUPS[name]()
+        return
     step = Trainer._step
 
     def faulty_step(trainer: Trainer, flag: Any) -> Any:

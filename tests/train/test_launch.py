@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from tests.train.kit import (
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
+FOREVER = 1_000_000
 
 
 def wait_until(there: Callable[[], bool]) -> None:
@@ -134,7 +136,7 @@ def has_done(run: Path, steps: int) -> bool:
 
 
 def test_signals_save_on_all_ranks_and_the_run_goes_on_as_if_never_stopped(runs: Runs) -> None:
-    run, config = runs.folder / "run", runs.config("run", train__steps=1_000_000)
+    run, config = runs.folder / "run", runs.config("run", train__steps=FOREVER)
     job = runs.start(config)
     wait_until(lambda: has_done(run, 2))
     os.kill(job.ranks()[1], signal.SIGUSR1)
@@ -163,7 +165,7 @@ def test_signals_save_on_all_ranks_and_the_run_goes_on_as_if_never_stopped(runs:
 
 
 def test_a_killed_rank_ends_the_job_with_a_message(runs: Runs) -> None:
-    job = runs.start(runs.config("run", train__steps=1_000_000))
+    job = runs.start(runs.config("run", train__steps=FOREVER))
     wait_until(lambda: has_done(runs.folder / "run", 2))
     ranks = job.ranks()
     os.kill(ranks[1], signal.SIGKILL)
@@ -249,12 +251,58 @@ def test_a_failed_rank_of_a_launcher_ends_at_once_and_says_who_it_is(runs: Runs)
     assert jobs[1].err.startswith("rank 1 of 2 failed:\nTraceback")
     assert jobs[1].err.endswith("ValueError: the cause\n")
     assert jobs[0].err.startswith("rank 0 of 2 failed:\nTraceback")
+    assert "\nrank 1 failed (ValueError: the cause); it was at: rank 1 (tp 1): " in jobs[0].err
 
-    jobs = launched(runs, runs.config("missing"), "checkpoint.resume='must'")
-    assert [job.code() for job in jobs] == [2, 2]
-    for rank, job in enumerate(jobs):
-        assert job.err.startswith(f'[rank {rank}] error: checkpoint.resume="must", but ')
-        assert job.err.count("\n") == 1
+
+def test_an_error_that_all_ranks_share_is_told_once(runs: Runs) -> None:
+    early = launched(runs, runs.config("missing"), "checkpoint.resume='must'")
+    (runs.folder / "spoilt" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    shared = launched(runs, runs.config("spoilt"), "checkpoint.resume='must'")
+    alone = launched(runs, runs.config("unread"), fault="cannot_open")
+    for jobs in (early, shared, alone):
+        assert [job.code() for job in jobs] == [2, 2]
+    assert early[0].err.startswith('error: checkpoint.resume="must", but ')
+    assert early[1].err == ""
+    told = [job.err for job in shared if job.err]
+    assert len(told) == 1
+    assert re.match(r"\[rank [01]\] error: no checkpoint in .* is ", told[0])
+    assert [job.err for job in alone] == ["", "[rank 1] error: data.path=here: no such file\n"]
+
+
+def test_a_killed_and_a_stopped_rank_are_named_with_their_place(runs: Runs) -> None:
+    killed = launched(runs, runs.config("killed", train__steps=FOREVER, train__timeout_s=60))
+    stopped = launched(runs, runs.config("stopped", train__steps=FOREVER, train__timeout_s=6))
+    for name, jobs, number in (
+        ("killed", killed, signal.SIGKILL),
+        ("stopped", stopped, signal.SIGSTOP),
+    ):
+        wait_until(lambda name=name: has_done(runs.folder / name, 2))
+        os.kill(jobs[1].pid, number)
+    try:
+        assert [killed[0].code(), stopped[0].code()] == [1, 1]
+    finally:
+        os.kill(stopped[1].pid, signal.SIGKILL)
+    assert [killed[1].code(), stopped[1].code()] == [-signal.SIGKILL] * 2
+    sign = "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1 (tp 1): "
+    for err in (killed[0].err, stopped[0].err):
+        line = next(line for line in err.splitlines() if line.startswith(sign))
+        assert re.search(r"op #\d+, phase '\w+", line)
+    assert stopped[0].err.startswith("nothing new for 3 s: rank 0 (tp 0): ")
+
+
+@pytest.mark.parametrize("fault", ["signalled_before_the_ranks", "signalled_while_a_rank_starts"])
+def test_a_signal_during_start_up_saves_the_first_step(runs: Runs, fault: str) -> None:
+    job = runs.start(runs.config("run", train__steps=FOREVER), fault=fault)
+    assert job.code() == 75, job.err
+    assert lines(runs.folder / "run", "end")[-1]["step"] == 1
+    assert (runs.folder / "run" / "checkpoints" / "step-00000001").is_dir()
+    assert job.err == ""
+
+
+def test_a_late_signal_does_not_change_the_code(runs: Runs) -> None:
+    job = runs.start(runs.config("run"), fault="terminated_late")
+    assert job.code() == 0
+    assert job.err == ""
 
 
 @pytest.mark.parametrize("local", [[], ["--local"]])
@@ -272,3 +320,35 @@ def test_a_layout_for_more_processes_than_there_are_is_refused(runs: Runs) -> No
     assert result.exit_code == 2
     assert "parallel.tp=2 x pp=1 x dp=1 needs 2 processes, this is 1; add --local" in result.stderr
     assert not (runs.folder / "run").exists()
+
+
+REFUSALS: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "a part of torchrun's variables": ([], {"RANK": "0"}, "found RANK=0 but not LOCAL_RANK, "),
+    "another world": ([], {}, "parallel.tp=2 x pp=1 x dp=1 needs 2 processes, this is 1; add "),
+    "no checkpoint": (["--local", "checkpoint.resume='must'"], {}, "holds no checkpoint; check "),
+    "no data": (["--local", "data.path=nowhere"], {}, "no file nowhere.bin nor nowhere.idx below "),
+    "no effect": (["--local", "data.prefetch=3"], {}, "data.prefetch=3 has no effect: "),
+}
+
+
+def test_what_cannot_start_is_refused_before_torch_is_imported(runs: Runs) -> None:
+    """And so before there is a process group. One process answers all, one after another."""
+    config = str(runs.config("run", parallel__dp=1, data__workers=0))
+    code = f"""
+import json, os, sys
+from megalite.cli.main import main
+for arguments, environment, _ in {list(REFUSALS.values())!r}:
+    sys.argv = ["megalite", "train", {config!r}, *arguments]
+    os.environ.update(environment)
+    try:
+        main()
+    except SystemExit as stop:
+        print(stop.code, "torch" in sys.modules)
+    for name in environment:
+        del os.environ[name]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(REFUSALS), done.stderr
+    for line, (_, _, message) in zip(done.stderr.splitlines(), REFUSALS.values(), strict=True):
+        assert line.startswith("error: ")
+        assert message in line

@@ -1,0 +1,199 @@
+"""Who a process is among those that were started together: torchrun's and Slurm's variables.
+
+The only module that reads launcher variables. Knows no torch, so that a wrong launch is answered at
+once. The rules:
+
+* A full set of torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) is
+  used; a part of it (RANK, LOCAL_RANK or WORLD_SIZE without the others) is refused.
+* A full set that torchrun did not make (no TORCHELASTIC_RUN_ID) inside a Slurm step of several
+  tasks must agree with Slurm's, or it is refused: it was left over by another tool.
+* Else a Slurm step of several tasks is used; else this is a single process. MASTER_ADDR and
+  MASTER_PORT alone say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.errors import ConfigError
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+_SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+# Ports for Slurm jobs: below the range Linux hands out by itself (32768 and up), so that no
+# outgoing connection of another program can hold one.
+_FIRST_PORT, _NUM_PORTS = 15_000, 15_000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all that were started together."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1  # processes on this host
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    source: Literal["torchrun", "slurm", "local", "single"] = "single"
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether other hosts take part."""
+        return self.local_world_size < self.world_size
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """Who this process is, from torchrun's variables, else srun's, else a single process.
+
+    Raises `ConfigError`, with every problem at once, if a launcher's variables are incomplete, not
+    numbers, or contradict each other: a left-over RANK must not make a wrong world.
+    """
+    environ = os.environ if environ is None else environ
+    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _read_torchrun(environ)
+    # A batch script has SLURM_PROCID=0 and, unless asked for, no SLURM_NTASKS: one process.
+    if environ.get("SLURM_PROCID", "0") != "0" or environ.get("SLURM_NTASKS", "1") != "1":
+        return _read_slurm(environ)
+    return Launch()
+
+
+def speaks_for_host(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process tells errors that all processes of a host meet before they are joined:
+    the first one there does, whichever launcher started it.
+    """
+    environ = os.environ if environ is None else environ
+    place = environ.get("LOCAL_RANK")
+    if place is None and environ.get("SLURM_NTASKS", "1") != "1":
+        place = environ.get("SLURM_LOCALID")
+    return place is None or not place.isdigit() or int(place) == 0
+
+
+def first_host(node_list: str) -> str:
+    """First host of a Slurm node list such as `gpu[007-010,12],login1`."""
+    match = re.match(r"\s*([^\[,\s]+)(?:\[([^\]]*)\]([^,\s]*))?", node_list)
+    if match is None:
+        raise ConfigError(f"cannot read a host from the Slurm node list {node_list!r}")
+    prefix, ranges, suffix = match.groups()
+    if ranges is None:
+        return prefix
+    return f"{prefix}{re.split('[,-]', ranges)[0]}{suffix}"
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> Launch:
+    missing = [name for name in TORCHRUN if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"found {_found(environ, TORCHRUN)} but not {', '.join(missing)}: start with "
+            "torchrun, srun or --local, or unset the left-over variables"
+        )
+    problems: list[str] = []
+    numbers = {n: _number(environ, n, problems) for n in TORCHRUN if n != "MASTER_ADDR"}
+    rank, world_size, local_rank = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", problems, world_size)
+    launch = Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=environ["MASTER_ADDR"],
+        master_port=numbers["MASTER_PORT"],
+        source="torchrun",
+    )
+    _require_place(launch, "RANK", "WORLD_SIZE", problems)
+    _require_agreement_with_slurm(launch, environ)
+    return launch
+
+
+def _read_slurm(environ: Mapping[str, str]) -> Launch:
+    missing = [name for name in _SLURM if name not in environ]
+    nodes = next((environ[name] for name in _SLURM_NODES if environ.get(name)), None)
+    if nodes is None:
+        missing.append(_SLURM_NODES[0])
+    if missing or nodes is None:
+        raise ConfigError(
+            f"found {_found(environ, _SLURM)} but not {', '.join(missing)}: start with srun, or "
+            "unset the left-over variables"
+        )
+    problems: list[str] = []
+    rank, world_size, local_rank, job = (_number(environ, n, problems) for n in _SLURM)
+    launch = Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=_slurm_tasks_here(environ, world_size),
+        master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
+        master_port=(
+            _number(environ, "MASTER_PORT", problems)
+            if "MASTER_PORT" in environ
+            else _slurm_port(job, _number(environ, "SLURM_STEP_ID", problems, 0))
+        ),
+        source="slurm",
+    )
+    _require_place(launch, "SLURM_PROCID", "SLURM_NTASKS", problems)
+    return launch
+
+
+def _require_agreement_with_slurm(launch: Launch, environ: Mapping[str, str]) -> None:
+    """Torchrun's own variables may differ from srun's, which starts one torchrun a node."""
+    tasks, task = environ.get("SLURM_NTASKS", "1"), environ.get("SLURM_PROCID", "0")
+    if "TORCHELASTIC_RUN_ID" in environ or tasks == "1" or "SLURM_STEP_ID" not in environ:
+        return
+    if (tasks, task) != (str(launch.world_size), str(launch.rank)):
+        raise ConfigError(
+            f"found RANK={launch.rank} of WORLD_SIZE={launch.world_size}, which torchrun did not "
+            f"set, but srun says SLURM_PROCID={task} of SLURM_NTASKS={tasks}; unset the left-over "
+            f"variables: {', '.join(TORCHRUN)}"
+        )
+
+
+def _found(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _slurm_port(job: int, step: int) -> int:
+    """A port that two jobs, or two steps of one job, on a host do not share unless unlucky."""
+    return _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
+
+
+def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
+    """Processes on this host: entry SLURM_NODEID of a list such as `4(x2),3`."""
+    per_node: list[int] = []
+    layout = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
+        per_node += [int(tasks)] * int(repeats or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return per_node[node] if node < len(per_node) else world_size
+
+
+def _number(
+    environ: Mapping[str, str], name: str, problems: list[str], default: int | None = None
+) -> int:
+    """A whole number of at least 0; notes a problem and gives 0 if it is none."""
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit():
+        problems.append(f"{name}={text!r} must be a whole number of at least 0")
+        return 0
+    return int(text)
+
+
+def _require_place(launch: Launch, rank: str, world_size: str, problems: list[str]) -> None:
+    if not problems and not launch.rank < launch.world_size:
+        problems.append(
+            f"{rank}={launch.rank} must be below {world_size}={launch.world_size}: ranks are "
+            "counted from 0"
+        )
+    if not problems and not launch.local_rank < launch.local_world_size <= launch.world_size:
+        problems.append(
+            f"local rank {launch.local_rank} of {launch.local_world_size} processes on this host "
+            f"does not fit a world of {launch.world_size}"
+        )
+    if problems:
+        raise ConfigError(problems)
