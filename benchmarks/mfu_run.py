@@ -1,0 +1,216 @@
+"""What mfu.py starts: one config, trained for some steps without evaluation or checkpoints.
+
+    python benchmarks/mfu_run.py JSON    (the keys are those that mfu.py writes)
+
+All ranks of the config take part, started here or by a launcher; rank 0 writes the row.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megalite.config import RunConfig
+from megalite.config_check import require_valid, resolve
+from megalite.config_load import load_config
+from megalite.data.indexed_writer import IndexedWriter
+from megalite.distributed import comm
+from megalite.distributed.env import pick_device
+from megalite.distributed.launcher import Launch, read_launch
+from megalite.distributed.local import run_local
+from megalite.distributed.mesh import Mesh
+from megalite.errors import ConfigError
+from megalite.model_math import parameter_counts, training_flops
+from megalite.topology import Topology
+from megalite.train import metrics
+from megalite.train.console import Console
+from megalite.train.rank import launched
+from megalite.train.records import TIME_PARTS, read_metrics
+from megalite.train.trainer import Trainer
+
+# Random tokens in the synthetic data at most: longer measurements read it again.
+_MAX_TOKENS = 4_000_000
+
+
+class MeasuredTrainer(Trainer):
+    """Trains and records, but saves, loads and evaluates nothing."""
+
+    def _resume(self) -> None:
+        pass
+
+    def _save(self) -> None:
+        self.saved_step = self.step
+
+    def _evaluate_if_due(self) -> None:
+        pass
+
+
+def main(order: dict[str, Any]) -> int:
+    """Start or be the ranks of one config; returns the exit code."""
+    launch = Launch() if order["local"] else read_launch()
+    loaded = load_config(order["config"], order["settings"])
+    world_size = None if order["local"] else launch.world_size
+    require_valid(loaded.config, world_size, loaded.origins)
+    config = for_measuring(resolve(loaded.config, world_size), order)
+    needed = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
+    if order["local"]:
+        timeout_s = config.train.timeout_s
+        return run_local(measure, needed, (config, order), timeout_s=timeout_s)
+    if needed != launch.world_size:
+        raise ConfigError(
+            f"the layout needs {needed} processes, this is {launch.world_size}; add --local, or "
+            f"start {needed} with torchrun or srun"
+        )
+    device = pick_device(launch)
+    if launch.world_size == 1:
+        return measure(launch, device, config, order)
+    return launched(measure, launch, device, (config, order), config.train.timeout_s)
+
+
+def for_measuring(config: RunConfig, order: dict[str, Any]) -> RunConfig:
+    """The config with nothing to evaluate, its records in the work folder, and random data."""
+    data = config.data
+    if not order["data"]:
+        changes = {"path": str(Path(order["work"]) / "tokens"), "sources": (), "tokenizer": None}
+        data = data.model_copy(update=changes)
+    return config.model_copy(
+        update={
+            "out": order["work"],
+            "data": data,
+            "eval": config.eval.model_copy(update={"interval": 0, "sets": ()}),
+        }
+    )
+
+
+def measure(launch: Launch, device: torch.device, config: RunConfig, order: dict[str, Any]) -> int:
+    """One rank: train for the warm-up and the steps that count; rank 0 writes the row."""
+    parallel = config.parallel
+    topology = Topology(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    mesh = Mesh(topology, device, timeout_s=config.train.timeout_s)
+    mesh.create()
+    if not order["data"] and mesh.rank == 0:
+        write_tokens(config, order["warmup"] + order["steps"])
+    comm.barrier(mesh.world)
+    trainer = MeasuredTrainer(config, mesh, Console(quiet=True))
+    wanted = order["warmup"] + order["steps"]
+    if trainer.total_steps < wanted:
+        raise ConfigError(
+            f"train.steps={trainer.total_steps} is less than {order['warmup']} steps of warm-up "
+            f"and {order['steps']} that count; give fewer by --warmup and --steps"
+        )
+    trainer.run(stop_at=wanted)
+    peak = torch.tensor([metrics.memory_peak_bytes(device)], dtype=torch.int64, device=device)
+    comm.all_reduce(peak, mesh.world, op="max")
+    hosts = set(comm.all_gather_object(socket.gethostname(), mesh.world))
+    if mesh.rank == 0:
+        row = row_of(trainer, order, int(peak), len(hosts))
+        Path(order["result"]).write_text(json.dumps(row), encoding="utf-8")
+    return 0
+
+
+def write_tokens(config: RunConfig, steps: int) -> None:
+    """Random documents of about half a sequence, enough for the steps or at most _MAX_TOKENS."""
+    data, prefix = config.data, Path(str(config.data.path))
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    samples = max(steps * config.train.global_batch, 1)
+    left = min(samples, max(1, _MAX_TOKENS // data.seq_length)) * data.seq_length * 2 + 1
+    generator = np.random.default_rng(0)
+    with IndexedWriter(prefix, config.model.vocab_size) as writer:
+        while left:
+            length = min(left, int(generator.integers(1, data.seq_length + 1)))
+            writer.add_document(generator.integers(0, config.model.vocab_size, length))
+            left -= length
+        writer.publish()
+
+
+def row_of(trainer: Trainer, order: dict[str, Any], peak: int, hosts: int) -> dict[str, Any]:
+    """The figures of the steps after the warm-up. Rates are those of the median step."""
+    config, world_size = trainer.config, trainer.mesh.world.size
+    lines = read_metrics(trainer.folder / "metrics.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"][order["warmup"] :]
+    seconds = median(line["step_time_s"] for line in steps)
+    rates = metrics.step_rates(
+        config.train.global_batch, seconds, world_size, config, trainer.device
+    )
+    flops = training_flops(config.model, config.data.seq_length)
+    mean_s = fmean(line["step_time_s"] for line in steps)
+    return {
+        "benchmark": "mfu",
+        "config": order["config"],
+        "settings": order["settings"],
+        "model": {
+            "family": config.model.family,
+            "parameters": parameter_counts(config.model).total,
+            "layers": config.model.num_layers,
+            "hidden": config.model.hidden_size,
+            "seq_length": config.data.seq_length,
+        },
+        "layout": layout(config),
+        "hardware": {**asdict(trainer.device), "hosts": hosts},
+        "world_size": world_size,
+        "dtype": config.train.dtype,
+        "warmup": order["warmup"],
+        "steps": len(steps),
+        "synthetic": not order["data"],
+        "step_time_s": seconds,
+        "step_time_mean_s": mean_s,
+        "tokens_per_s_per_gpu": rates.tokens_per_s_per_gpu,
+        "tflops_per_gpu": rates.model_tflops_per_gpu,
+        "tflops_causal_per_gpu": rates.model_tflops_per_gpu * flops.total_causal / flops.total_full,
+        "mfu": rates.mfu,
+        "mfu_causal": rates.mfu_causal,
+        "memory_peak_bytes": peak,
+        "time_split": {
+            part: fmean(line[f"time_{part}_s"] for line in steps) / mean_s for part in TIME_PARTS
+        },
+        "loss": steps[-1]["loss"],
+        "versions": metrics.versions(),
+        "commit": metrics.git_commit(),
+    }
+
+
+def layout(config: RunConfig) -> dict[str, Any]:
+    """What decides how the work is spread; `text` is it in short."""
+    parallel, train = config.parallel, config.train
+    schedule = config.pipeline.schedule if parallel.pp > 1 else None
+    parts = [
+        f"tp{parallel.tp}{'+sp' if parallel.sequence_parallel else ''}",
+        f"pp{parallel.pp}" + (f"x{parallel.vpp}" if parallel.vpp > 1 else ""),
+        f"dp{parallel.dp}",
+        *([schedule] if schedule else []),
+        f"zero{config.optimizer.zero}",
+        f"micro {train.micro_batch} of {train.global_batch}",
+        f"recompute {train.recompute}",
+    ]
+    return {
+        "text": " ".join(parts),
+        "tp": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pp": parallel.pp,
+        "vpp": parallel.vpp,
+        "dp": parallel.dp,
+        "schedule": schedule,
+        "zero": config.optimizer.zero,
+        "micro_batch": train.micro_batch,
+        "global_batch": train.global_batch,
+        "recompute": train.recompute,
+    }
+
+
+if __name__ == "__main__":
+    from megalite.errors import MegaliteError
+
+    try:
+        sys.exit(main(json.loads(sys.argv[1])))
+    except MegaliteError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)

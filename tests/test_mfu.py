@@ -1,0 +1,90 @@
+"""benchmarks/mfu.py as a command: rows and table at one and four ranks, and a config that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config_text import to_toml
+from tests.train.kit import make_config
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(folder: Path, *arguments: str | Path) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit code, JSON lines and the rest of standard output."""
+    done = subprocess.run(
+        [*arguments, "--steps=3", "--warmup=1", f"--work={folder / 'work'}"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    lines = done.stdout.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    rest = "\n".join(line for line in lines if not line.startswith("{"))
+    assert rows, done.stderr
+    return done.returncode, rows, rest
+
+
+def config(folder: Path, name: str, layout: str, **changes: Any) -> Path:
+    path = folder / f"{name}.toml"
+    path.write_text(to_toml(make_config(folder, name, layout, **changes)))
+    return path
+
+
+def check(row: dict[str, Any], world_size: int) -> None:
+    assert (row["world_size"], row["steps"], row["warmup"]) == (world_size, 3, 1)
+    assert row["model"]["layers"] == 4
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(
+        row["layout"]["global_batch"] * row["model"]["seq_length"] / row["step_time_s"] / world_size
+    )
+    assert 0 < row["tflops_causal_per_gpu"] < row["tflops_per_gpu"]
+    assert row["mfu"] is row["mfu_causal"] is row["hardware"]["peak_tflops"] is None
+    assert row["memory_peak_bytes"] > 2**20
+    assert sum(row["time_split"].values()) == pytest.approx(1.0, abs=0.01)
+    assert row["versions"]["torch"]
+    assert len(row["commit"]) == 40
+
+
+def test_configs_are_measured_here_and_one_that_fails_does_not_stop_the_others(
+    tmp_path: Path,
+) -> None:
+    configs = [
+        config(tmp_path, "serial", "serial"),
+        config(tmp_path, "short", "serial", train__steps=3),
+        config(tmp_path, "four", "zero1", parallel__tp=2, parallel__sequence_parallel=True),
+    ]
+    script = ROOT / "benchmarks" / "mfu.py"
+    code, rows, rest = command(tmp_path, sys.executable, script, *configs, "--local")
+    assert code == 1
+    check(rows[0], 1)
+    check(rows[2], 4)
+    assert rows[1]["error"].startswith("train.steps=3 is less than 1 steps of warm-up and 3 that")
+    table = [line.strip("| ").split(" | ") for line in rest.strip().splitlines()]
+    assert [cells[0] for cells in table[2:]] == [str(path) for path in configs]
+    assert table[0][3:5] == ["tokens/s/GPU", "TFLOP/s/GPU"]
+    assert table[2][2:4] == ["1", f"{rows[0]['tokens_per_s_per_gpu']:.0f}"]
+    assert table[3][1].startswith("failed: train.steps=3 ")
+    assert rows[2]["layout"]["text"].startswith("tp2+sp pp1 dp2 zero1 ")
+    assert not list(tmp_path.rglob("step-*")), "no checkpoint is written"
+
+
+def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = ROOT / "benchmarks" / "mfu.py"
+    path = config(tmp_path, "two", "tp2")
+    code, rows, _ = command(tmp_path, sys.executable, *torchrun, script, path)
+    assert code == 0
+    assert len(rows) == 1
+    check(rows[0], 2)
