@@ -17,7 +17,10 @@ from megalite.shares import SPLIT_NAMES, exact
 
 @dataclass(frozen=True)
 class Source:
-    """One source of the training data; `setting` is where the config names it."""
+    """One source of the training data; `setting` is where the config names it.
+
+    Its name stays when its path moves.
+    """
 
     name: str
     path: str
@@ -28,7 +31,7 @@ class Source:
 def sources(data: DataConfig) -> list[Source]:
     """The blend that data.sources describes, or data.path as the only source; [] without either."""
     if data.path is not None:
-        return [Source(Path(data.path).name, data.path, Fraction(1), "data.path")]
+        return [Source("data", data.path, Fraction(1), "data.path")]
     return [
         Source(
             source.name or Path(source.path).name,

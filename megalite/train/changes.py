@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from megalite.batch_plan import BatchPlan, batch_plan, horizon_steps
 from megalite.config import RunConfig
+from megalite.config_data import sources
 from megalite.config_keys import keys, toml_value, value_of
 from megalite.config_resume import ALL_LISTED, DATA, HORIZON, Change, may_change
 from megalite.data.fingerprint import WHOLE_BYTES
@@ -63,7 +64,7 @@ def changed_settings(old: RunConfig, new: RunConfig, plan: BatchPlan, step: int)
     )
     changed = []
     for name in keys():
-        was, is_now = _plain(value_of(old, name)), _plain(value_of(new, name))
+        was, is_now = (_comparable(config, name) for config in (old, new))
         if was == is_now:
             continue
         if name in HORIZON:
@@ -81,7 +82,7 @@ def changed_data(old: dict[str, Any], new: dict[str, Any]) -> list[Changed]:
     to be told.
     """
     changed = []
-    for name in new.keys() & old.keys():
+    for name in [name for name in new if name in old]:
         was, now = old[name], new[name]
         if was["fingerprint"] != now["fingerprint"]:
             note = f" (fingerprints of {name}, {now['path']}; its content is another now)"
@@ -148,6 +149,17 @@ def _known(prefix: str, value: Any) -> Any:
         return value
     names = [key for key in value if any(f"{k}.".startswith(f"{prefix}{key}.") for k in keys())]
     return {key: _known(f"{prefix}{key}.", value[key]) for key in names}
+
+
+def _comparable(config: RunConfig, name: str) -> Any:
+    """A setting as JSON gives it back; sources without their paths, which are free to move."""
+    if name == "data.sources":
+        return [
+            {"name": source.name, "weight": str(source.weight)}
+            for source in sources(config.data)
+            if config.data.sources
+        ]
+    return _plain(value_of(config, name))
 
 
 def _plain(value: Any) -> Any:
