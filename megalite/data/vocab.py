@@ -1,7 +1,8 @@
 """Do a dataset's ids fit a model's vocabulary? Answered before the first step, in bounded time.
 
 Known from the dtype where that is narrow enough; else by scanning a dataset of up to SCAN_TOKENS;
-else from the sidecar, if its fingerprint still holds; else by scanning SAMPLE_TOKENS, evenly spread.
+else from the sidecar, if its fingerprint still holds; else by scanning SAMPLE_TOKENS, spread evenly
+over it.
 The answer says which. Under a sample, microbatches should be checked too (Batches: vocab_size).
 """
 

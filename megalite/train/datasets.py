@@ -81,6 +81,24 @@ def open_data(config: RunConfig) -> RunData:
     )
 
 
+def describe(config: RunConfig, data: RunData, samples: int) -> list[str]:
+    """A line for each source of a run over `samples` samples: how often it is seen."""
+    lines = []
+    taken = data.train.blend.counts(samples)
+    for source, span, count in zip(sources(config.data), data.train.spans, taken, strict=True):
+        own = span.num_samples(config.data.seq_length)
+        epochs = f" = {count / own:.3g} epochs" if own else ""
+        lines.append(
+            f"data {source.name}: {span.num_tokens} tokens = {own} samples to train on; "
+            f"this run takes {count}{epochs}"
+        )
+    for each in data.sets:
+        when = " at the end" if each.at_end else ""
+        count = each.batches.num_samples
+        lines.append(f"evaluation {each.name}{when}: {count} sample{'s' if count > 1 else ''}")
+    return lines
+
+
 def require_same_data(data: RunData, config: RunConfig, mesh: Mesh) -> None:
     """DataError on every rank unless all ranks opened the same data (a disk of one's own)."""
     if not all_equal(data.digest, mesh):

@@ -8,6 +8,7 @@ of tokens that count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from megalite.train.engine import Engine
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss per counted token of a set, and how many those are."""
+    """Mean loss per counted token of a set (nan without any), and how many those are."""
 
     name: str
     loss: float
@@ -57,7 +58,7 @@ def evaluate_set(engine: Engine, eval_set: EvalSet) -> EvalResult:
             if counts:
                 total[1] += sum(int(batch.loss_weight.count_nonzero()) for batch in micro)
     loss_sum, tokens = comm.all_reduce(total, mesh.world).tolist()
-    return EvalResult(eval_set.name, loss_sum / max(1.0, tokens), int(tokens))
+    return EvalResult(eval_set.name, loss_sum / tokens if tokens else math.nan, int(tokens))
 
 
 def _reader(

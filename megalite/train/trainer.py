@@ -39,10 +39,11 @@ from megalite.train.batch import (
 )
 from megalite.train.changes import Changed, as_records
 from megalite.train.console import Console
-from megalite.train.datasets import open_data, require_same_data
+from megalite.train.datasets import describe, open_data, require_same_data
 from megalite.train.engine import Engine
 from megalite.train.evaluate import evaluate
 from megalite.train.param_stats import ParamStats
+from megalite.train.pipeline_trace import save_trace
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike, SpikeGuard
 from megalite.train.resume import resume
 from megalite.train.run_record import run_lines, run_record, step_record
@@ -150,14 +151,15 @@ class Trainer:
     def _step(self, flag: SignalFlag) -> StepEdge:
         config, train, ledger, clock = self.config, self.config.train, self.mesh.ledger, self.clock
         clock.lap("other")
-        ledger.phase = "data"
+        ledger.step, ledger.phase = self.step + 1, "data"
         micro = self._micro_batches()
         valid = count_valid_tokens(micro, self.mesh)
         drop = dropout_start(train.seed, self.step, micro, self.mesh)
         batches = token_batches(micro, 1.0 / max(1, valid), self.mesh.device, drop)
         clock.lap("data")
         ledger.phase = "forward and backward"
-        loss = self.engine.forward_backward(batches)
+        trace = self.step + 1 == config.pipeline.trace_step
+        loss = self.engine.forward_backward(batches, trace=trace)
         clock.lap("compute")
         ledger.phase = "optimizer"
         lr = learning_rate(self.step, config.optimizer, self.total_steps, self.tokens_before)
@@ -170,6 +172,8 @@ class Trainer:
         measured = {} if before is None else self.stats.after(before, result)
         edge = self._agree(loss, flag)
         self.step += 1
+        if trace:
+            save_trace(self.engine, self.folder, self.step)
         self._report(edge, lr=lr, valid=valid, result=result, measured=measured)
         if result.skipped:
             self._count_skip(result, spike)
@@ -339,7 +343,11 @@ class Trainer:
             **({"changed": as_records(self.changed)} if self.changed else {}),
         )
         size = self.mesh.world.size
-        for text in run_lines(self.folder, self.config, size, self.device, memory):
+        samples = self.plan.first_sample(self.total_steps)
+        for text in [
+            *run_lines(self.folder, self.config, size, self.device, memory),
+            *describe(self.config, self.data, samples),
+        ]:
             self.console.print(text)
 
     def _leave(self, code: int, reason: str) -> int:

@@ -162,6 +162,14 @@ def test_a_blend_has_a_set_for_each_source_and_a_test_share_waits_for_the_end(
         *((3, name) for name in [*validation, "test/data", "test/program"]),
     ]
     assert all("loss" in line and "tokens" in line for line in lines(folder / "blend", "eval"))
+    log = (folder / "blend" / "log.txt").read_text()
+    for line in (
+        "data data: 288 tokens = 17 samples to train on; this run takes 9 = 0.529 epochs",
+        "data program: 87 tokens = 5 samples to train on; this run takes 3 = 0.6 epochs",
+        "evaluation validation/data: 5 samples",
+        "evaluation test/program at the end: 1 sample",
+    ):
+        assert line in log
 
 
 def test_evaluation_around_resumes_gives_the_lines_of_an_uninterrupted_run(
