@@ -125,6 +125,7 @@ class PipelineConfig(Section):
 
     # a name of `megalite schedule`, "family:...", "file:PATH" or "auto"; None: by pp, vpp and tp
     schedule: str | None = Field(default=None, min_length=1)
+    trace_step: int | None = Field(default=None, ge=1)  # step whose time line is recorded
     # for "auto": most activations a rank may hold, in its own of one microbatch; None: pp of them
     max_activations: float | None = Field(default=None, gt=0)
 

@@ -241,7 +241,12 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
 def _schedule(config: RunConfig) -> Iterator[str]:
     """Does the schedule exist, and for this number of chunks and microbatches?"""
     pp, vpp, name = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
-    limit = config.pipeline.max_activations
+    limit, traced = config.pipeline.max_activations, config.pipeline.trace_step
+    if traced is not None and config.train.steps is not None and traced > config.train.steps:
+        yield (
+            f"pipeline.trace_step={traced} is after the last step, train.steps="
+            f"{config.train.steps}; use at most that"
+        )
     if limit is not None and name != AUTO:
         yield (
             f"pipeline.max_activations={limit:g} has no effect with pipeline.schedule="

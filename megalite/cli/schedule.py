@@ -15,6 +15,7 @@ from megalite.schedules.check import check_schedule
 from megalite.schedules.csv_form import FILE, read_file, write_csv
 from megalite.schedules.draw_text import Cell, draw_text, plain
 from megalite.schedules.memory import peak_deferred
+from megalite.schedules.trace import chrome_trace, read_trace
 from megalite.schedules.tune import AUTO, default_name, memory_of, tune
 
 # Terminal colours by kind of action (rich's names).
@@ -48,9 +49,16 @@ def schedule(
     png: Annotated[Path | None, typer.Option(help="Write it as a bitmap.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the schedule as a CSV.")] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(help="A run folder: its recorded step beside the simulated one.")
+    ] = None,
 ) -> None:
     """Draw a pipeline schedule, or compare several: bubble, memory, messages."""
     counts = (stages, chunks, microbatches)
+    if from_run is not None:
+        if names or compare:
+            raise ScheduleError("--from-run shows the schedule of the run; give no NAME with it")
+        return _show_run(from_run, unit, (svg, html, png, trace, csv))
     if not names and not compare:
         typer.echo(_catalogue())
         return
@@ -63,8 +71,31 @@ def schedule(
         return _require_no_files(svg, html, png, trace, csv)
     one = made[0]
     if not compare and not any((svg, html, png, trace, csv)):
-        _print_picture(one, unit)
+        typer.echo(one.title)
+        _print_picture(one.schedule, one.timeline, unit)
     _write_files(one, svg, html, png, trace, csv)
+
+
+def _show_run(
+    run: Path,
+    unit: float | None,
+    files: tuple[Path | None, Path | None, Path | None, Path | None, Path | None],
+) -> None:
+    """The recorded step of a run, and what its schedule would take with the same durations."""
+    measured = read_trace(run)
+    one = _Made(measured.name, measured.schedule, measured.durations())
+    one.measured = measured.timeline
+    took, ideal = measured.timeline.makespan, one.timeline.makespan
+    typer.echo(
+        f"{measured.name}, step {measured.step}: measured {took * 1e3:.1f} ms, simulated with the "
+        f"median durations of its actions {ideal * 1e3:.1f} ms, ratio {ideal / took:.3f}"
+    )
+    if not any(files):
+        column = unit if unit is not None else took / 100
+        for title, line in (("simulated", one.timeline), ("measured", measured.timeline)):
+            typer.echo(f"{title} (a column is {column * 1e3:.3g} ms)")
+            _print_picture(one.schedule, line, column)
+    _write_files(one, *files)
 
 
 class _Made:
@@ -73,6 +104,7 @@ class _Made:
     def __init__(self, name: str, schedule: Schedule, durations: Durations) -> None:
         self.name, self.schedule = name, schedule
         self.timeline: Timeline = simulate(schedule, durations)
+        self.measured: Timeline | None = None
         pairs = zip(schedule.place, schedule.place[1:], strict=False)
         self.messages = 2 * schedule.m * sum(a != b for a, b in pairs)
 
@@ -155,9 +187,8 @@ def _comparison(made: list[_Made]) -> list[str]:
     ]
 
 
-def _print_picture(one: _Made, unit: float | None) -> None:
-    rows = draw_text(one.schedule, one.timeline, unit)
-    typer.echo(one.title)
+def _print_picture(schedule: Schedule, timeline: Timeline, unit: float | None) -> None:
+    rows = draw_text(schedule, timeline, unit)
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -191,13 +222,14 @@ def _write_files(
     csv: Path | None,
 ) -> None:
     from megalite.schedules.draw_svg import draw_html, draw_svg
-    from megalite.schedules.trace import chrome_trace
 
-    picture = draw_svg(one.schedule, one.timeline, one.title) if svg or html else ""
+    drawn, real = (one.schedule, one.timeline), one.measured
+    picture = draw_svg(*drawn, one.title, measured=real) if svg or html else ""
+    unit_us = 1000.0 if real is None else 1e6  # a recorded step is in seconds
     for path, text in (
         (svg, picture),
         (html, draw_html(picture, one.title) if html else ""),
-        (trace, chrome_trace(one.schedule, one.timeline) if trace else ""),
+        (trace, chrome_trace(*drawn, unit_us=unit_us, measured=real) if trace else ""),
         (csv, write_csv(one.schedule) if csv else ""),
     ):
         if path is not None:

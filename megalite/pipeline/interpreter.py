@@ -66,6 +66,7 @@ class Pass:
         self.index = 0
         self.peak_live = 0  # most (stage, microbatch) pairs held between F and W
         self.marks: list[Mark] | None = None  # one before each action and one at the end
+        self.ready: dict[int, Mark] = {}  # action's index -> when its message was there
         self._chunks = {stage: chunk for chunk, stage in enumerate(program.stages_of(pp_rank))}
         self._stages = dict(zip(program.stages_of(pp_rank), stages, strict=True))
         self._last_starts = last_backward_starts(self.actions)
@@ -220,7 +221,7 @@ class Pass:
             return None
         if self.program.place[stage - 1] == self.pp_rank:
             return self._outputs.pop((stage - 1, mb))
-        return self.channels.wait(self._received.pop(Action("RF", stage, mb)))
+        return self._arrived(Action("RF", stage, mb))
 
     def _take_output_grad(self, action: Action) -> Tensor:
         """The loss scale at the loss, the next chunk's gradient on this rank, or a message."""
@@ -229,7 +230,14 @@ class Pass:
             return torch.full_like(self._losses[mb], self.loss_scale)
         if self.program.place[stage + 1] == self.pp_rank:
             return self._input_grads.pop((stage + 1, mb))
-        return self.channels.wait(self._received.pop(Action("RB", stage, mb)))
+        return self._arrived(Action("RB", stage, mb))
+
+    def _arrived(self, receive: Action) -> Tensor:
+        """A message, waited for; a trace has the wait apart from the action it is for."""
+        message = self.channels.wait(self._received.pop(receive))
+        if self.marks is not None:
+            self.ready[self.index] = self.channels.clock.mark()
+        return message
 
     def _check_output(self, action: Action, output: Tensor) -> None:
         if tuple(output.shape) != self.boundary.shape or output.dtype != self.boundary.dtype:

@@ -76,9 +76,9 @@ class PipelineRuntime:
     ) -> list[Tensor]:
         """Forward and backward of one step. Returns the detached loss share of each microbatch on
         the rank of the last stage, [] on the others; gradients are those of the loss times
-        `loss_scale`, the loss is not scaled. `trace` fills `self.trace`. An error carries the
-        program around the action it met as a note; messages may then be left in the channels, so
-        with several pipeline ranks the processes must end.
+        `loss_scale`, the loss is not scaled. `trace` fills `self.trace`; what an action waited for
+        comes before its start. An error carries the program around the action it met as a note;
+        messages may then be left in the channels, so with several ranks the processes must end.
         """
         if len(micro_batches) != self.schedule.m:
             raise ConfigError(
@@ -139,8 +139,10 @@ class PipelineRuntime:
 
 def _spans(finished: Pass) -> list[Span]:
     assert finished.marks is not None
-    at = [seconds_between(finished.marks[0], mark) for mark in finished.marks]
-    return [
-        Span(action, start, end)
-        for action, start, end in zip(finished.actions, at[:-1], at[1:], strict=True)
-    ]
+    begin, *ends = finished.marks
+    spans, before = [], begin
+    for index, (action, end) in enumerate(zip(finished.actions, ends, strict=True)):
+        start = finished.ready.get(index, before)
+        spans.append(Span(action, seconds_between(begin, start), seconds_between(begin, end)))
+        before = end
+    return spans

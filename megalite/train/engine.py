@@ -66,15 +66,18 @@ class Engine:
             )
         return self._runtimes[num_micro_batches]
 
-    def forward_backward(self, batches: Sequence[TokenBatch]) -> Tensor:
+    def forward_backward(self, batches: Sequence[TokenBatch], *, trace: bool = False) -> Tensor:
         """Gradients of a step's microbatches; this rank's part of the loss (0 off the last stage).
+
+        trace: fills `runtime.trace`.
 
         Returns float64, on the device: the sum of the microbatches' losses, in order. The z-loss is
         not in it but in `z_loss`.
         """
         self.optimizer.begin_step()
         self.runtime = self._runtime_for(len(batches))
-        loss = self._total(self.runtime.run(batches, loss_scale=self.optimizer.loss_scale))
+        scale = self.optimizer.loss_scale
+        loss = self._total(self.runtime.run(batches, loss_scale=scale, trace=trace))
         if self.config.train.z_loss:
             loss, self.z_loss = self._loss_parts()
         return loss
