@@ -22,7 +22,8 @@ from megalite.distributed.clock import Clock, Mark
 class Ledger:
     """Traffic of one rank per (operation, axis), and its place in the step.
 
-    `phase` is set by the caller ("forward", "backward", "optimizer", ...) and appears in errors.
+    `phase` ("forward", "backward", "optimizer", ...) and `step` are set by the caller and appear in
+    errors.
     `waits` is None, or a list that gets (axis, mark before, mark after) of every wait.
     """
 
@@ -31,6 +32,7 @@ class Ledger:
         self.clock = clock or Clock(torch.device("cpu"))
         self.waits: list[tuple[str, Mark, Mark]] | None = None
         self.phase = "set-up"
+        self.step: int | None = None  # the one at hand, from 1
         self.num_ops = 0  # since the start of the process; never reset, so ranks can be compared
         self.last_op: str | None = None
         self.counts: dict[tuple[str, str], int] = defaultdict(int)
@@ -40,7 +42,7 @@ class Ledger:
     def start(self, op: str, axis: str, num_bytes: float) -> None:
         """Count operation `op` on `axis`, by which this rank sends `num_bytes`."""
         self.num_ops += 1
-        self.last_op = f"{op} on {axis}, op #{self.num_ops}, phase {self.phase!r}"
+        self.last_op = f"{op} on {axis}, op #{self.num_ops}, {self._moment()}"
         self.counts[op, axis] += 1
         self.bytes_sent[op, axis] += num_bytes
 
@@ -68,8 +70,12 @@ class Ledger:
         """
         where = operation or self.last_op
         if where is None:
-            return f"{self.place}: no operation between ranks yet, phase {self.phase!r}"
+            return f"{self.place}: no operation between ranks yet, {self._moment()}"
         return f"{self.place}: waiting in {where}"
+
+    def _moment(self) -> str:
+        step = "" if self.step is None else f"step {self.step}, "
+        return f"{step}phase {self.phase!r}"
 
     def axis_totals(self, axis: str) -> dict[str, float]:
         """Calls, bytes_sent and seconds of one axis since the last reset."""

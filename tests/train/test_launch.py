@@ -286,7 +286,7 @@ def test_a_killed_and_a_stopped_rank_are_named_with_their_place(runs: Runs) -> N
     sign = "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1 (tp 1): "
     for err in (killed[0].err, stopped[0].err):
         line = next(line for line in err.splitlines() if line.startswith(sign))
-        assert re.search(r"op #\d+, phase '\w+", line)
+        assert re.search(r"op #\d+, step \d+, phase '\w+", line)
     assert stopped[0].err.startswith("nothing new for 3 s: rank 0 (tp 0): ")
 
 
