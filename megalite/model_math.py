@@ -7,11 +7,13 @@ The MFU rule, stated here and nowhere else:
 * Model FLOPs are the matrix multiplications the definition of the model needs: forward, and twice
   that for backward. Recomputed work is not counted, so recompute lowers MFU by what it costs.
   Norms, rotary embedding, softmax and the optimizer are not counted.
-* One multiply-add is 2 FLOPs. The embedding is a look-up and counts 0.
+* One multiply-add is 2 FLOPs. Embeddings, of tokens and of positions, are look-ups and count 0;
+  biases are additions and count 0.
 * The head counts the true vocabulary; padding columns are our choice, not the model's work.
 * Attention over a sequence of S tokens is counted both ways, and both figures are kept: `full` lets
-  every token see all S (most published tables), `causal` half of that, which is what a kernel that
-  skips masked blocks has to do. Where one number is shown it is `causal`: it cannot exceed 100 %.
+  every token see all S (most published tables), `causal` what the mask leaves: half of that, or
+  less under a sliding window, which is what a kernel that skips masked blocks has to do. Where one
+  number is shown it is `causal`: it cannot exceed 100 %.
 * Masks between documents do not lower the count: the sequence length stays S.
 * Tokens are input tokens of the step, masked or not; the peak is the dense one of hardware.py, and
   an unknown device has no MFU.
@@ -38,6 +40,8 @@ class ParameterCounts:
     mlp: int
     norms: int
     head: int  # 0 when tied to the embedding
+    positions: int = 0  # learned ones
+    biases: int = 0  # of linear layers; those of norms count as norms
 
     @property
     def total(self) -> int:
@@ -47,7 +51,11 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs per token, by term. `attention_*` are the two products with the scores."""
+    """FLOPs per token, by term. `attention_*` are the two products with the scores.
+
+    `qkv`, `attention_out`, `mlp` (gate included, where there is one) and `head` are the products
+    with weights.
+    """
 
     embedding: int
     qkv: int
@@ -69,7 +77,7 @@ class Flops:
 
     @property
     def total_causal(self) -> int:
-        """With half of the scores, as under a causal mask."""
+        """With the scores that the causal mask and a sliding window leave."""
         return self.matmul_weights + self.attention_causal
 
 
@@ -82,24 +90,32 @@ class Mfu:
 
 
 def layer_parameters(model: ModelConfig) -> ParameterCounts:
-    """Parameters of one layer: q, k, v; output projection; gate, up and down; two norms."""
+    """Parameters of one layer: q, k, v; output projection; (gate,) up and down; norms; biases."""
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
     width = model.num_heads * model.head_size
-    kv_width = model.kv_heads * model.head_size
+    packed = width + 2 * model.kv_heads * model.head_size
+    ups = 2 if model.gated else 1
     return ParameterCounts(
         embedding=0,
-        qkv=model.hidden_size * (width + 2 * kv_width),
-        attention_out=width * model.hidden_size,
-        mlp=3 * model.hidden_size * model.ffn_hidden_size,
-        norms=2 * model.hidden_size,
+        qkv=hidden * packed,
+        attention_out=width * hidden,
+        mlp=(ups + 1) * hidden * ffn,
+        norms=2 * _norm_parameters(model) + (2 * model.head_size if model.qk_norm else 0),
         head=0,
+        biases=(packed if model.qkv_bias else 0)
+        + (2 * hidden + ups * ffn if model.linear_bias else 0),
     )
+
+
+def _norm_parameters(model: ModelConfig) -> int:
+    """Elements of one norm over the hidden size: LayerNorm has a bias beside its weight."""
+    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
 
 
 def parameter_counts(model: ModelConfig, padded: bool = False) -> ParameterCounts:
     """Parameters of the whole model; `padded` counts the vocabulary rows that are stored.
 
-    Llama's layout (Touvron et al. 2023): no biases, gated MLP of three matrices, a norm before
-    attention, before the MLP and before the head.
+    Pre-norm layers: a norm before attention, before the feed-forward block and before the head.
     """
     layer = layer_parameters(model)
     vocabulary = model.padded_vocab_size if padded else model.vocab_size
@@ -109,8 +125,10 @@ def parameter_counts(model: ModelConfig, padded: bool = False) -> ParameterCount
         qkv=model.num_layers * layer.qkv,
         attention_out=model.num_layers * layer.attention_out,
         mlp=model.num_layers * layer.mlp,
-        norms=model.num_layers * layer.norms + model.hidden_size,
+        norms=model.num_layers * layer.norms + _norm_parameters(model),
         head=0 if model.tie_embeddings else table,
+        positions=model.max_positions * model.hidden_size if model.positions == "learned" else 0,
+        biases=model.num_layers * layer.biases,
     )
 
 
@@ -120,15 +138,17 @@ def forward_flops(model: ModelConfig, seq_length: int) -> Flops:
     A weight matrix costs 2 FLOPs per element and token. Scores: each token multiplies its query
     with S keys and its weights with S values, 2 x 2 x heads x head size x S per layer (Narayanan
     et al. 2021, appendix, with q heads; grouping kv heads saves none of it). The causal half is
-    exactly half of that, without the diagonal's share of 1/S.
+    exactly half of that, without the diagonal's share of 1/S. With a window of W < S tokens the
+    first W of them see half of W on average and the others W: W - W^2 / 2S keys instead of S / 2.
     """
     counts = parameter_counts(model)
+    window = min(model.sliding_window or seq_length, seq_length)
     scores = 4 * model.num_heads * model.head_size * seq_length * model.num_layers
     return Flops(
         embedding=0,
         qkv=2 * counts.qkv,
         attention_full=scores,
-        attention_causal=scores // 2,
+        attention_causal=scores * window * (2 * seq_length - window) // (2 * seq_length**2),
         attention_out=2 * counts.attention_out,
         mlp=2 * counts.mlp,
         head=2 * model.vocab_size * model.hidden_size,

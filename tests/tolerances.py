@@ -35,3 +35,15 @@ FLOAT16_UNIT = 2.0**-11
 # float64 models of which one computes norms, softmax and rotation angles in float32, whatever its
 # dtype (transformers does): some 1e-7 from each, a few radians of angle at the tests' positions.
 STOCK_FLOAT32 = 5e-6
+
+# The model's gradients of a first step at another layout, relative to the largest of a tensor. In
+# 16 bits a tp rank's partial products are rounded before they are summed: over five layers, four
+# units were met, eight are allowed. Later steps cannot be compared so: AdamW makes +-lr of the
+# smallest gradient's sign.
+LAYOUT_GRADIENTS = {
+    "float32": FLOAT32,
+    "bfloat16": 8 * BFLOAT16_UNIT,
+    "float16": 8 * FLOAT16_UNIT,
+}
+# Losses of three steps at another layout, relative: the mean over tokens of what rounding moves.
+LAYOUT_LOSSES = {"float32": FLOAT32, "bfloat16": BFLOAT16_LOSS, "float16": 2e-3}

@@ -1,0 +1,138 @@
+"""Dropout through the trainer: no layout, resume, microbatch size or generator state changes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config import RunConfig
+from tests.pool import RankPool
+from tests.tolerances import PARITY_FLOAT64
+from tests.train.kit import (
+    checkpoint_tensors,
+    different,
+    lines,
+    losses,
+    make_config,
+    make_trainer,
+    step_numbers,
+    train,
+    world_size,
+    write_tokens,
+)
+
+pytestmark = pytest.mark.long
+
+STEPS = 4
+GPT2 = {
+    "model__family": "gpt2",
+    "model__num_kv_heads": None,
+    "model__max_positions": 16,
+    "train__steps": STEPS,
+}
+LLAMA = {f"model__{kind}_dropout": 0.2 for kind in ("embedding", "attention", "residual")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dropout")
+    write_tokens(path / "data", 12)
+    return path
+
+
+def run(pool: RankPool, config: RunConfig, *stops: int | None) -> None:
+    for outcomes in pool.run(train, world_size(config), [(config, stop) for stop in stops]):
+        assert [o.error for o in outcomes] == [""] * len(stops)
+
+
+@pytest.fixture(scope="module")
+def serial(pool: RankPool, folder: Path) -> dict[str, Path]:
+    """Runs in one process in float64, with and without dropout."""
+    off = dict.fromkeys(LLAMA, 0.0)
+    for name, changes in (("dropped", {}), ("plain", off)):
+        run(pool, make_config(folder, name, train__dtype="float64", **{**GPT2, **changes}), None)
+    return {name: folder / name for name in ("dropped", "plain")}
+
+
+def test_dropout_is_on(serial: dict[str, Path]) -> None:
+    dropped, plain = (losses(serial[name]) for name in ("dropped", "plain"))
+    assert all(abs(a - b) > 1e-4 for a, b in zip(dropped, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("tp2", {"parallel__sequence_parallel": True, "train__recompute": "full"}),
+        ("interleaved", {"train__micro_batch": 2}),
+        ("dp2", {"train__micro_batch": 2, "train__recompute": "selective"}),
+        ("tp2xpp2", {"parallel__tp": 2, "parallel__pp": 2}),
+    ],
+)
+def test_masks_do_not_depend_on_the_layout(
+    pool: RankPool, folder: Path, serial: dict[str, Path], layout: str, changes: dict[str, Any]
+) -> None:
+    base = "serial" if layout == "tp2xpp2" else layout
+    config = make_config(folder, f"at-{layout}", base, train__dtype="float64", **GPT2, **changes)
+    run(pool, config, None)
+    assert losses(folder / config.name) == pytest.approx(
+        losses(serial["dropped"]), rel=PARITY_FLOAT64
+    )
+    end = checkpoint_tensors(folder / config.name, STEPS)
+    for key, tensor in checkpoint_tensors(serial["dropped"], STEPS).items():
+        assert (tensor - end[key]).abs().max() < PARITY_FLOAT64, key
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("gpt2", "bfloat16"), ("gpt2", "float32"), ("llama", "float32")]
+)
+def test_resume_is_bitwise_with_dropout_at_tp2_pp2(
+    pool: RankPool, folder: Path, family: str, dtype: str
+) -> None:
+    model = GPT2 if family == "gpt2" else {**LLAMA, "train__steps": STEPS}
+    layout = {"parallel__tp": 2, "parallel__pp": 2, "train__dtype": dtype}
+    name = f"{family}-{dtype}"
+    straight = make_config(folder, f"{name}-straight", **layout, **model)
+    stopped = make_config(folder, f"{name}-stopped", **layout, **model)
+    run(pool, straight, None)
+    run(pool, stopped, 1, 3, None)
+    wanted, found = folder / straight.name, folder / stopped.name
+    assert [line["step"] for line in lines(found, "restart")] == [1, 3]
+    assert step_numbers(found) == step_numbers(wanted)
+    assert different(checkpoint_tensors(found, STEPS), checkpoint_tensors(wanted, STEPS)) == []
+
+
+def generator_states(ctx: Any, config: RunConfig) -> list[bool]:
+    """Whether torch's generator is as it was, after making the trainer and after its run."""
+    torch.manual_seed(100 + ctx.rank)  # as different as ranks can be
+    before = torch.get_rng_state()
+    trainer = make_trainer(ctx, config)
+    made = torch.equal(torch.get_rng_state(), before)
+    trainer.run()
+    return [made, torch.equal(torch.get_rng_state(), before)]
+
+
+def test_generators_of_the_ranks_play_no_part(
+    pool: RankPool, folder: Path, serial: dict[str, Path]
+) -> None:
+    """Every rank has another generator state: the losses are those of one process all the same,
+    and no state is touched."""
+    config = make_config(folder, "states", "tp2", train__dtype="float64", **GPT2)
+    assert pool.run(generator_states, 2, config) == [[True, True]] * 2
+    assert losses(folder / "states") == pytest.approx(losses(serial["dropped"]), rel=PARITY_FLOAT64)
+
+
+def test_evaluation_drops_nothing(pool: RankPool, folder: Path) -> None:
+    """The validation loss of untrained weights is that of the same weights without dropout."""
+    settings = {**GPT2, "train__steps": 1, "data__split": (0.5, 0.5), "optimizer__lr": 0.0}
+    options = {"eval__interval": 1, "optimizer__warmup_steps": 0, "optimizer__weight_decay": 0.0}
+    off = dict.fromkeys(LLAMA, 0.0)
+    found = []
+    for name, changes in (("eval-dropped", {}), ("eval-plain", off)):
+        run(pool, make_config(folder, name, **{**settings, **options, **changes}), None)
+        found.append([line["loss"] for line in lines(folder / name, "eval")])
+    assert found[0]
+    assert found[0] == found[1]
+    assert losses(folder / "eval-dropped") != losses(folder / "eval-plain")
