@@ -115,6 +115,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     # layers of each of the pp * vpp stages, in model order; None: as even as possible
     stage_layers: list[Annotated[int, Field(ge=0)]] | None = None
+    # "cost": the head counts as many layers as its FLOPs are worth; "layers": as said below
+    balance: Literal["layers", "cost"] = "layers"
     embedding_layers: float = Field(default=0.0, ge=0)  # embedding's cost in layer-equivalents
     head_layers: float = Field(default=0.0, ge=0)  # head and loss, in layer-equivalents
     overlap_tp: bool = True  # input-gradient collective in flight during the weight gradient

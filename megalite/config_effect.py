@@ -29,6 +29,16 @@ def _scales(config: RunConfig) -> bool:
     return _turns(config) and config.model.rope_scaling is not None
 
 
+_NO_SPREAD = (
+    "layers are spread by cost only with parallel.pp >= 2 and without parallel.stage_layers; "
+    "remove it"
+)
+
+
+def _spreads(config: RunConfig) -> bool:
+    return config.parallel.pp > 1 and config.parallel.stage_layers is None
+
+
 def _window_cuts(config: RunConfig) -> bool:
     window = config.model.sliding_window
     return window is None or window < config.data.seq_length
@@ -168,17 +178,17 @@ EFFECTS: tuple[Effect, ...] = (
         lambda c: c.parallel.tp > 1,
         "parallel.tp=1 has no collective to overlap; remove it or set parallel.tp >= 2",
     ),
-    Effect(
-        "parallel.embedding_layers",
-        lambda c: c.parallel.pp > 1 and c.parallel.stage_layers is None,
-        "layers are spread by cost only with parallel.pp >= 2 and without parallel.stage_layers; "
-        "remove it",
+    *(
+        Effect(
+            f"parallel.{end}_layers",
+            lambda c: c.parallel.balance == "layers",
+            "parallel.balance=cost counts FLOPs; remove it or set parallel.balance=layers",
+        )
+        for end in ("embedding", "head")
     ),
-    Effect(
-        "parallel.head_layers",
-        lambda c: c.parallel.pp > 1 and c.parallel.stage_layers is None,
-        "layers are spread by cost only with parallel.pp >= 2 and without parallel.stage_layers; "
-        "remove it",
+    *(
+        Effect(f"parallel.{name}", _spreads, _NO_SPREAD)
+        for name in ("balance", "embedding_layers", "head_layers")
     ),
 )
 

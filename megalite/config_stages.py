@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from megalite.config import RunConfig
 from megalite.errors import ConfigError
+from megalite.model_math import forward_flops
 
 
 def stage_layer_counts(config: RunConfig) -> list[int]:
     """Layers of each of the pp * vpp stages, in model order; raises ConfigError if none fits.
 
     `parallel.stage_layers` if given, otherwise the spread with the smallest largest load, where
-    the first stage also carries `embedding_layers` and the last one `head_layers`.
+    the first stage also carries `embedding_layers` and the last one `head_layers`, or, with
+    `balance = "cost"`, as many layers as the head's FLOPs are worth.
     """
     problems = stage_problems(config)
     if problems:
@@ -52,9 +54,19 @@ def _num_stages(config: RunConfig) -> int:
 
 def _extra(config: RunConfig) -> list[float]:
     extra = [0.0] * _num_stages(config)
+    if config.parallel.balance == "cost":
+        extra[-1] += head_cost_layers(config)
+        return extra
     extra[0] += config.parallel.embedding_layers
     extra[-1] += config.parallel.head_layers
     return extra
+
+
+def head_cost_layers(config: RunConfig) -> float:
+    """FLOPs of the head and loss over those of one layer; looking up an embedding costs nothing."""
+    flops = forward_flops(config.model, config.data.seq_length)
+    layers = flops.qkv + flops.attention_causal + flops.attention_out + flops.mlp
+    return flops.head * config.model.num_layers / layers
 
 
 def _spread(config: RunConfig) -> list[int]:

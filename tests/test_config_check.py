@@ -253,6 +253,9 @@ def test_the_plain_config_is_valid() -> None:
         ({"parallel__head_layers": 1.5}, None,
          "parallel.head_layers=1.5 has no effect: layers are spread by cost only with "
          "parallel.pp >= 2 and without parallel.stage_layers; remove it"),
+        ({"parallel__head_layers": 1.5, "parallel__pp": 2, "parallel__balance": "cost"}, None,
+         "parallel.head_layers=1.5 has no effect: parallel.balance=cost counts FLOPs; remove it or "
+         "set parallel.balance=layers"),
         ({"parallel__embedding_layers": 1.0, "parallel__pp": 2,
           "parallel__stage_layers": [4, 4]}, None,
          "parallel.embedding_layers=1 has no effect: layers are spread by cost only with "

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megalite.config_stages import spread_layers, stage_layer_counts
+from megalite.config_stages import (
+    head_cost_layers,
+    spread_layers,
+    stage_layer_counts,
+    stage_problems,
+)
 from megalite.errors import ConfigError
 
 COSTS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.7, 3.0, 10.0])
@@ -111,3 +116,16 @@ def test_advice_about_layers_is_enough() -> None:
         0,
     ]
     assert stage_layer_counts(config(3, pp=3)) == [1, 1, 1]
+
+
+def test_the_head_counts_what_its_flops_are_worth() -> None:
+    """A layer: 2 x 8 x (4 + 3) x 8 products and causal scores 2 x 8 x 8; the head: 2 x 8 x V."""
+    even = config(16, pp=4)
+    wide = even.model.model_copy(update={"vocab_size": 96})
+    balanced = even.model_copy(
+        update={"model": wide, "parallel": ParallelConfig(pp=4, balance="cost")}
+    )
+    assert head_cost_layers(balanced) == 2 * 8 * 96 / (2 * 8 * 7 * 8 + 2 * 8 * 8)
+    assert stage_layer_counts(even) == [4, 4, 4, 4]
+    assert stage_layer_counts(balanced) == [4, 4, 5, 3]
+    assert stage_problems(balanced) == []
