@@ -19,12 +19,11 @@ _NAMED = 4
 
 
 class SkipPolicy:
-    """Decides, and counts: `num_skips` in a row by the settings, `num_skipped` in all."""
+    """Decides; `num_skips` counts steps in a row that the settings, not the loss scale, let pass."""
 
     def __init__(self, config: OptimizerConfig, scaler: LossScaler) -> None:
         self._config, self._scaler = config, scaler
         self.num_skips = 0
-        self.num_skipped = 0
 
     def good_step(self) -> None:
         """Gradients were finite."""
@@ -37,12 +36,10 @@ class SkipPolicy:
         `num_updates`: updates applied before this one.
         """
         if self._scaler.bad_step():
-            self.num_skipped += 1
             return
         skipping = self._config.non_finite == "skip"
         if skipping and self.num_skips < self._config.max_skips:
             self.num_skips += 1
-            self.num_skipped += 1
             return
         names = ", ".join(_non_finite_names(pieces)) or "none"
         scaler = self._scaler
@@ -58,11 +55,11 @@ class SkipPolicy:
 
     def state(self) -> dict[str, float]:
         """What a resumed run needs."""
-        return {"num_skips": self.num_skips, "num_skipped": self.num_skipped}
+        return {"num_skips": self.num_skips}
 
     def load(self, state: dict[str, float]) -> None:
         """Restore what `state` gave."""
-        self.num_skips, self.num_skipped = int(state["num_skips"]), int(state["num_skipped"])
+        self.num_skips = int(state["num_skips"])
 
 
 def _non_finite_names(pieces: Sequence[Piece]) -> list[str]:

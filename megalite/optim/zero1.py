@@ -47,7 +47,6 @@ class StepResult:
     skipped: bool
     num_bad_ranks: int  # ranks with inf or nan among their gradients
     num_updates: int  # updates applied so far: AdamW's t
-    num_skipped: int = 0  # steps skipped so far
     loss_scale: float = 1.0  # of this step's gradients
 
 
@@ -151,7 +150,6 @@ class DistributedOptimizer:
                 skipped=True,
                 num_bad_ranks=norm.num_bad_ranks,
                 num_updates=self._num_updates,
-                num_skipped=policy.num_skipped,
                 loss_scale=scale,
             )
         policy.good_step()
@@ -164,7 +162,6 @@ class DistributedOptimizer:
             skipped=hold,
             num_bad_ranks=0,
             num_updates=self._num_updates,
-            num_skipped=policy.num_skipped,
             loss_scale=scale,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.pieces import NamedPiece
 from megalite.config import RunConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
@@ -34,20 +35,35 @@ def engine_of(mesh: Mesh, case: Case, num_layers: int, changes: Changes) -> Engi
 
 
 def train_on(mesh: Mesh, case: Case, num_layers: int, changes: Changes) -> dict[str, Any]:
-    """One rank's losses, norms and state after a few steps, in float64."""
+    """One rank's losses, norms and state after a few steps, in float64.
+
+    Gradients are those of the last step ("grad/...") and of the first one ("first/...").
+    """
     engine = engine_of(mesh, case, num_layers, changes)
-    losses, norms = [], []
+    losses, norms, held = [], [], []
     for step in range(STEPS):
         loss, result = engine.train_step(rank_batches(case, step, mesh.dp.rank), 1e-2)
         losses.append(float(comm.all_reduce(loss, mesh.world)))
         norms.append(result.grad_norm)
-    pieces = [*named_pieces(engine), *grad_pieces(engine)]
-    held = [
-        (piece.name, piece.shape, box.offsets, box.sizes, view.double().numpy().copy())
+        if step == 0:
+            held += values_of(grad_pieces(engine), "first")
+    held += values_of([*named_pieces(engine), *grad_pieces(engine)])
+    return {"losses": losses, "norms": norms, "held": held}
+
+
+def values_of(pieces: list[NamedPiece], kind: str | None = None) -> list[Any]:
+    """(name, shape, offsets, sizes, values) a rank holds; `kind` replaces a name's first part."""
+    return [
+        (
+            piece.name if kind is None else f"{kind}/{piece.name.split('/', 1)[1]}",
+            piece.shape,
+            box.offsets,
+            box.sizes,
+            view.double().numpy().copy(),
+        )
         for piece in pieces
         for box, view in piece.rectangles()
     ]
-    return {"losses": losses, "norms": norms, "held": held}
 
 
 def train_rank(ctx: Any, case: Case, num_layers: int, changes: Changes) -> dict[str, Any]:
