@@ -376,8 +376,8 @@ def cross_entropy_grad_(
             p.sub_(scale * share)
         if num_columns:
             index = column.clamp(0, num_columns - 1).unsqueeze(1)
-            hit = owned.unsqueeze(1) * (1.0 - smoothing) if smoothing else owned.unsqueeze(1)
-            p.scatter_add_(1, index, -(scale * hit))
+            hit = scale * (1.0 - smoothing) if smoothing else scale
+            p.scatter_add_(1, index, -(hit * owned.unsqueeze(1)))
         if p is not x:
             x.copy_(p)
     logits_Tv[:, num_columns:] = 0
