@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 MAX_DOCUMENT_BYTES = 64 << 20  # a file, line or row; encoding one takes some 43 times its size
 BOM = "\ufeff"
 
@@ -83,9 +85,9 @@ class Chunk:
 
     def digest(self) -> str:
         """Short name of content and places."""
-        name = hashlib.blake2b(json.dumps(self.header()).encode(), digest_size=16)
+        name = hashlib.sha256(json.dumps(self.header()).encode())
         name.update(self.payload)
-        return name.hexdigest()
+        return name.hexdigest()[:32]
 
 
 @dataclass
@@ -181,13 +183,18 @@ def _judged(text: str) -> tuple[str, str]:
 
 
 def _record(line: bytes, key: str) -> tuple[str, str]:
-    text, fault = _decoded(line)
-    if fault:
-        return "", fault
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return "", "broken JSON"
+        record = from_json(line)  # several times faster; knows no lone surrogates, so that where
+    except ValueError:  # it refuses, the standard library decides what is wrong, if anything
+        text, fault = _decoded(line)
+        if fault:
+            return "", fault
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            return "", "broken JSON"
+    if len(line) > MAX_DOCUMENT_BYTES:
+        return "", "too long"
     if not isinstance(record, dict):
         return "", "not a JSON object"
     if key not in record:

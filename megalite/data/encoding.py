@@ -23,7 +23,7 @@ from megalite.data.indexed import dtype_for_vocab
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 
-MAX_ROUND_TRIPS = 200  # documents of a chunk that are decoded again and compared, if asked
+MAX_ROUND_TRIPS = 64  # documents of a chunk that are decoded again and compared, if asked
 _SIZES = struct.Struct("<QQ")
 
 
@@ -77,7 +77,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.options = options
         self.dtype = dtype_for_vocab(tokenizer.vocab_size)
-        self._end_id = tokenizer.require_end_id()
+        self._end_id = tokenizer.eos_id
 
     def encode(
         self, chunk: Chunk, check_round_trips: bool = False, max_bytes: int | None = None

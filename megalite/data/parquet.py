@@ -70,6 +70,6 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
     except ImportError as error:
         raise DataError(
             f"{path}: parquet files need pyarrow, which is not installed: "
-            "pip install 'megalite[corpora]', or convert the file to JSONL"
+            "pip install pyarrow, or convert the file to JSONL"
         ) from error
     return pyarrow, pyarrow.parquet

@@ -124,7 +124,7 @@ def _pyarrow(path: Path) -> Any:
     except ImportError as error:
         raise DataError(
             f"{path}: zstandard files need pyarrow, which is not installed: "
-            "pip install 'megalite[corpora]', or decompress the file"
+            "pip install pyarrow, or decompress the file"
         ) from error
     return pyarrow
 

@@ -56,12 +56,12 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int:
-        """Id that ends a document; DataError when the model has none."""
+        """Id that ends a document; DataError when the model has none, or has it as plain text."""
         found = _id_or_none(self._processor.eos_id())
         if found is None:
             raise DataError(
                 f"tokenizer {self.path}: has no end-of-sentence id (eos), which ends each "
-                "document; use a model that was trained with one"
+                "document; use a model that was trained with one, as a control piece"
             )
         return found
 
@@ -80,24 +80,13 @@ class Tokenizer:
         encode = self._processor.encode
         return [encode(text, out_type="numpy") for text in data]
 
-    def require_end_id(self) -> int:
-        """`eos_id`; DataError also where a text could hold it, as documents would end inside."""
-        if not self._processor.is_control(self.eos_id):
-            piece = self._processor.id_to_piece(self.eos_id)
-            raise DataError(
-                f"tokenizer {self.path}: its end-of-sentence piece {piece!r} (id {self.eos_id}) is "
-                "not a control piece, so a text that holds it would end a document; use a model "
-                "trained with it as a control piece"
-            )
-        return self.eos_id
-
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Text of token ids; control ids give nothing, incomplete UTF-8 gives U+FFFD."""
         plain = [int(number) for number in ids]
-        bad = [number for number in plain if not 0 <= number < self.vocab_size]
-        if bad:
+        if plain and not 0 <= min(plain) <= max(plain) < self.vocab_size:
+            bad = next(number for number in plain if not 0 <= number < self.vocab_size)
             raise DataError(
-                f"tokenizer {self.path}: id {bad[0]} is not in its vocabulary of "
+                f"tokenizer {self.path}: id {bad} is not in its vocabulary of "
                 f"{self.vocab_size}; ids must be 0 to {self.vocab_size - 1}"
             )
         return str(self._processor.decode(plain))

@@ -149,3 +149,52 @@ def test_progress_counts_bytes_on_disk(tmp_path: Path) -> None:
     done = [chunk.source_bytes for chunk in corpus.chunks()]
     assert done == sorted(done)
     assert done[-1] == corpus.source_bytes()
+
+
+def plainly(line: bytes) -> tuple[str, str]:
+    """What a JSON line is, by the standard library alone."""
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return "", "invalid UTF-8"
+    except (ValueError, RecursionError):
+        text = line.decode()
+        fault = "byte order mark" if text.startswith("\ufeff") else "NUL" if "\0" in text else ""
+        return "", fault or "broken JSON"
+    if not isinstance(record, dict):
+        return "", "not a JSON object"
+    if "text" not in record:
+        return "", "missing key 'text'"
+    text = record["text"]
+    if not isinstance(text, str):
+        return "", "null" if text is None else "not a string"
+    if text.startswith("\ufeff"):
+        return "", "byte order mark"
+    if "\0" in text:
+        return "", "NUL"
+    if not text.strip():
+        return "", "empty"
+    return ("", "lone surrogate") if any("\ud800" <= c <= "\udfff" for c in text) else (text, "")
+
+
+JSON_PARTS = [
+    *(b"{", b"}", b"[", b'"text"', b":", b",", b'"', b"\\", b"\\u0000", b"\\ud83d", b"\\ude00"),
+    *(b"\xef\xbb\xbf", b"\xc3\xa9", b"\xff", b"\0", b"NaN", b"-1e999", b"null", b" ", b"\r", b"a"),
+]
+
+
+@PROPERTY
+@given(
+    parts=st.lists(st.sampled_from(JSON_PARTS), max_size=6),
+    value=st.one_of(st.text(max_size=5), st.none(), st.integers(), st.lists(st.text(max_size=2))),
+    at=st.integers(0, 30),
+    ascii_only=st.booleans(),
+)
+def test_the_quick_parser_decides_as_the_standard_library(
+    parts: list[bytes], value: object, at: int, ascii_only: bool
+) -> None:
+    whole = json.dumps({"text": value}, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+    for line in (whole, whole[:at] + b"".join(parts) + whole[at:], b"".join(parts)):
+        if line.strip() and b"\n" not in line:
+            found = [(text, fault) for _, text, fault in parse(Chunk("lines", line), "text")]
+            assert found == [plainly(line)]

@@ -62,11 +62,41 @@ def test_text_never_becomes_a_control_id(tokenizer: Tokenizer, text: str) -> Non
     assert not {UNK_ID, BOS_ID, EOS_ID, PAD_ID} & set(tokenizer.encode(text))
 
 
-def test_encoding_is_the_library_on_the_whole_document(tokenizer: Tokenizer) -> None:
+TRICKY = [
+    *SPECIAL,
+    "  ",
+    "\n\n",
+    "\t",
+    "\u2581",
+    "\ufeff",
+    "\x00",
+    "\u00e9",
+    "e\u0301",
+    "def ",
+    "12345",
+]
+
+
+@PROPERTY
+@given(
+    texts=st.lists(
+        st.lists(st.one_of(st.sampled_from(TRICKY), st.text(max_size=9)), max_size=9).map("".join),
+        max_size=5,
+    )
+)
+def test_encoding_any_text_is_the_library_on_the_whole_document(
+    tokenizer: Tokenizer, texts: list[str]
+) -> None:
     library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-    assert tokenizer.encode(CODE) == library.encode(CODE)
-    batch = tokenizer.encode_batch([TEXT, "", CODE])
-    assert [ids.tolist() for ids in batch] == [library.encode(TEXT), [], library.encode(CODE)]
+    found = tokenizer.encode_batch(texts)
+    assert [ids.tolist() for ids in found] == [library.encode(text) for text in texts]
+    assert not {UNK_ID, BOS_ID, EOS_ID, PAD_ID} & {int(i) for ids in found for i in ids}
+
+
+def test_encoding_long_text_is_the_library_on_the_whole_document(tokenizer: Tokenizer) -> None:
+    library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    assert tokenizer.encode(TEXT) == library.encode(TEXT)
+    assert tokenizer.encode("") == []
 
 
 def test_decoding_control_ids_and_half_characters(tokenizer: Tokenizer) -> None:
@@ -183,3 +213,21 @@ def test_model_without_an_end_id_is_refused_when_asked() -> None:
     with pytest.raises(DataError, match=r"foreign\.model: has no end-of-sentence id"):
         _ = tokenizer.eos_id
     assert tokenizer.pad_id is None
+
+
+def test_a_model_whose_end_id_is_text_is_refused() -> None:
+    """A text that holds such a piece would end a document in its middle."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.split("\n")[:80]),
+        model_writer=model,
+        vocab_size=120,
+        user_defined_symbols=["</s>"],
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    tokenizer = Tokenizer.from_bytes(model.getvalue(), "foreign.model")
+    library = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    assert library.piece_to_id("</s>") in tokenizer.encode("a</s>b")
+    with pytest.raises(DataError, match=r"foreign\.model: has no end-of-sentence id .* control"):
+        _ = tokenizer.eos_id
