@@ -34,6 +34,7 @@ from megalite.config_keys import (
 from megalite.errors import ConfigError
 
 UNSET = ("none", "null")
+_ENTRY = re.compile(r"(?P<key>[\w.]+)\[(?P<number>\d{1,6})\]\.(?P<leaf>\w+)")  # list[0].key
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,31 @@ def _add_overrides(draft: _Draft, overrides: list[str] | tuple[str, ...]) -> Non
             problem = f"override {name} is given twice ({seen[name]} and {raw}); keep one"
         if problem is not None:
             draft.problems.append(problem)
+        elif entry := _ENTRY.fullmatch(name):
+            seen[name] = raw
+            _override_entry(draft, name, entry, raw)
         elif name not in keys():
             draft.unknown(name, "override")
         else:
             seen[name] = raw
             draft.put(name, _override_value(name, raw), "override")
+
+
+def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) -> None:
+    """Set one key of one entry of a list of sections, which a file or an override has given."""
+    key, number, leaf = entry["key"], int(entry["number"]), entry["leaf"]
+    given: Any = draft.values.get(key)
+    count = len(given) if isinstance(given, list) else 0
+    if key not in keys():
+        draft.unknown(key, "override")
+    elif number >= count or not all(isinstance(item, dict) for item in given):
+        draft.problems.append(
+            f"override {name}: {key} has {count} {'entry' if count == 1 else 'entries'}; they are "
+            "counted from 0"
+        )
+    else:
+        changed = {**given[number], leaf: _bare(raw)}
+        draft.put(key, [*given[:number], changed, *given[number + 1 :]], "override")
 
 
 def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
@@ -198,11 +219,16 @@ def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
 
 def _override_value(name: str, raw: str) -> Any:
     """The text as a TOML value; a bare word, or anything bare for a text setting, is a string."""
+    value = _bare(raw)
+    return raw if keys()[name].is_string and not isinstance(value, str) else value
+
+
+def _bare(raw: str) -> Any:
+    """The text as a TOML value, or itself where it is none."""
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
+        return tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         return raw
-    return raw if keys()[name].is_string and not isinstance(value, str) else value
 
 
 def _finish(draft: _Draft) -> Loaded:

@@ -368,3 +368,25 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         f'train.steps="3" ({path}) needs an integer; write it without quotes: 3',
         'log.interval="x" (override) needs an integer',
     ]
+
+
+def test_a_key_of_one_entry_of_a_list_can_be_overridden(minimal: Path) -> None:
+    blend = 'data.sources=[{path = "a", weight = 1}, {path = "b"}]'
+    overrides = [blend, "data.sources[1].weight=0.25", "data.sources[0].path=web/new"]
+    loaded = load_config(minimal, overrides)
+    found = [(source.path, source.weight) for source in loaded.config.data.sources]
+    assert found == [("web/new", 1.0), ("b", 0.25)]
+    assert loaded.origins["data.sources"] == "override"
+    for text, line in (
+        ("data.sources[2].weight=1", "override data.sources[2].weight: data.sources has 2 entries;"
+         " they are counted from 0"),
+        ("eval.sets[0].path=a", "override eval.sets[0].path: eval.sets has 0 entries; they are "
+         "counted from 0"),
+        ("data.sources[0].wieght=1", "data.sources[0] (override) has no setting 'wieght'; remove "
+         "it"),
+        ("data.sorces[0].weight=1", "unknown key data.sorces (override); did you mean "
+         "data.sources?"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            load_config(minimal, [blend, text])
+        assert caught.value.problems == [line]

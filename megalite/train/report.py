@@ -92,9 +92,11 @@ def summary(record: RunRecord) -> list[str]:
         f"{'n/a' if parameters is None else f'{parameters / 1e6:.2f}M'} parameters",
         f"training loss   {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}",
     ]
-    for name in dict.fromkeys(line["name"] for line in record.evals):
+    names = list(dict.fromkeys(line["name"] for line in record.evals))
+    width = max([16, *(len(f"{name} loss ") for name in names)])
+    for name in names:
         named = [line["loss"] for line in record.evals if line["name"] == name]
-        lines.append(f"{name} loss".ljust(16) + f"{named[0]:.4f} -> {named[-1]:.4f}")
+        lines.append(f"{name} loss".ljust(width) + f"{named[0]:.4f} -> {named[-1]:.4f}")
     vocab = vocab_size(record)
     if vocab is not None:
         lines.append(f"guessing among {vocab} tokens would be ln({vocab}) = {math.log(vocab):.4f}")
