@@ -163,7 +163,7 @@ def sum_squares(
     check_float("sum_squares", x=x)
     if not x.is_contiguous() or out.numel() != 1 or out.dtype != torch.float32:
         raise ValueError("sum_squares: x must be contiguous, out one float32 element")
-    programs = programs or num_programs(x.device, 4)
+    programs = programs or num_programs(x.device, 6)
     partial = x.new_empty(programs, dtype=torch.float32)
     _sum_squares_kernel[(programs,)](
         x, partial, x.numel(), BLOCK=_SUM_BLOCK, num_warps=8, **OPTIONS

@@ -52,7 +52,7 @@ def _stats_kernel(
     top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     plain = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, num_columns, BLOCK):
+    for start in tl.range(0, num_columns, BLOCK, num_stages=3):
         inside = start + lane < num_columns
         x = tl.load(logits_ptr + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
         new_top = tl.maximum(top, x)

@@ -325,11 +325,11 @@ def norm_backward(
     ds_TD = None if ds_TD is None else rows_readable(ds_TD)
     _check(operation, columns, dy=dy_TD, s=s_TD, weight=weight_D, ds=ds_TD)
     check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
-    programs = programs or num_programs(s_TD.device)
+    rows, block, warps = _tile(columns)
+    programs = programs or num_programs(s_TD.device, max(1, 16 // warps))
     dx_TD = s_TD.new_empty(tokens, columns)
     dweight_PD = s_TD.new_empty(programs, columns, dtype=torch.float32)
     dbias_PD = torch.empty_like(dweight_PD) if with_bias else None
-    rows, block, warps = _tile(columns)
     one_pass = block <= _SPLIT_COLUMNS
     _norm_backward_kernel[(programs,)](
         dy_TD,

@@ -15,10 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter as interp
 
 BF16 = tl.bfloat16
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 builder = interp.interpreter_builder
 Handle = interp.TensorHandle
 
@@ -100,6 +102,34 @@ def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _as_fp8(values: np.ndarray, dtype: Any) -> np.ndarray:
+    wide = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+    return wide.to(FP8[dtype]).view(torch.uint8).numpy()
+
+
+def _cast_to_fp8(method: Callable[..., Any]) -> Callable[..., Any]:
+    """float32 to 8 bits by torch."""
+
+    def call(self: Any, source: Any, target: Any, *rest: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and target.scalar in FP8:
+            return Handle(_as_fp8(source.data, target.scalar), target.scalar)
+        return method(self, source, target, *rest)
+
+    return call
+
+
+def _probe_fp8() -> bool:
+    values = np.linspace(-460, 460, 997, dtype=np.float32)
+    rounding = interp._ir.ROUNDING_MODE.RTNE
+    source = Handle(values, tl.float32)
+    return all(
+        np.array_equal(
+            builder.create_fp_to_fp(source, dtype, rounding).data, _as_fp8(values, dtype)
+        )
+        for dtype in FP8
+    )
+
+
 def _probe_handle(*values: float) -> Any:
     return Handle(narrow(np.array(values, dtype=np.float32)), BF16)
 
@@ -157,6 +187,7 @@ Repair = tuple[str, Callable[[], bool], Callable[..., Any]]
 REPAIRS: list[Repair] = [
     ("cast_impl", lambda: _probe_cast("cast_impl"), _cast),
     ("create_fp_to_fp", lambda: _probe_cast("create_fp_to_fp"), _cast),
+    ("create_fp_to_fp", _probe_fp8, _cast_to_fp8),
     ("binary_op", _probe_binary, _through_float32),
     ("binary_op", _probe_comparison, _comparisons_are_bool),
     ("unary_op", _probe_unary, _through_float32),

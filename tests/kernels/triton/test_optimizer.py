@@ -1,14 +1,14 @@
-"""AdamW over flat shards and sums of squares in Triton against float64 and torch."""
+"""AdamW over flat shards, sums of squares and casts in Triton against float64 and torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from megalite.kernels.triton_adamw import adamw_, sum_squares
+from megalite.kernels.triton_cast import scale_cast
 from torch import Tensor
 
 from tests.kernels.triton.kit import assert_guards_untouched, assert_near, assert_same_bits, draw
-from tests.tolerances import KERNEL_FORWARD
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -99,6 +99,24 @@ def test_sum_of_squares_shows_what_is_not_finite() -> None:
     assert sum_squares(x, torch.empty(1)).isnan()
 
 
+CAST_TYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", CAST_TYPES)
+def test_scaled_casts_saturate_and_keep_nan(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.cat([100 * draw(3000), torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38])])
+    whole = torch.zeros(len(x) + 8).to(dtype)
+    got = scale_cast(x, whole[4:-4], torch.tensor([1.5]))
+    want = (x * 1.5).clamp(-largest, largest).to(dtype)
+    assert torch.equal(got[:3000].float(), want[:3000].float())
+    assert got[3000].float().isnan()
+    assert got[3001:].float().tolist() == [largest, -largest, largest]
+    assert (whole[:4].float() == 0).all()
+    with pytest.raises(ValueError, match="not one float32"):
+        scale_cast(x, got, torch.ones(2))
+
+
 def test_bits_and_errors() -> None:
     grad = draw(1500, seed=9)
 
@@ -115,4 +133,3 @@ def test_bits_and_errors() -> None:
         update(parts, draw(7), 1)
     with pytest.raises(ValueError, match="types of the moments must be the same"):
         update([parts[0], parts[1].bfloat16(), *parts[2:]], draw(8), 1)
-    assert KERNEL_FORWARD[torch.float32] == 1e-6
