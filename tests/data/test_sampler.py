@@ -39,6 +39,15 @@ def test_order_does_not_depend_on_how_it_is_asked_for(
     assert parts == SampleOrder(size, seed).at(first, sum(counts)).tolist()
 
 
+@pytest.mark.parametrize(("first", "count"), [(0, 5000), (1000, 48), (1023, 2), (4990, 2100)])
+def test_blocks_are_the_permutation_itself(first: int, count: int) -> None:
+    order, found = SampleOrder(5000, 7), SampleOrder(5000, 7).at(first, count)
+    epochs = [Permutation(5000, 7, epoch).at(np.arange(5000)) for epoch in range(2)]
+    assert found.tolist() == np.concatenate(epochs)[first : first + count].tolist()
+    backwards = [int(order.at(first + n, 1)[0]) for n in reversed(range(0, count, 97))]
+    assert backwards[::-1] == found[::97].tolist()
+
+
 @pytest.mark.parametrize("size", [10, 100, 1000])
 def test_epochs_and_seeds_differ(size: int) -> None:
     orders = {
