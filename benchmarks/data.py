@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import tempfile
 import time
@@ -94,7 +93,6 @@ def measure(folder: Path, texts: list[str], model_type: str, rounds: int) -> dic
         ours.append(cpu_s(lambda: run(folder, model, f"{model_type}{number}", 1)))  # noqa: B023
     ratios = [one / other for one, other in zip(library, ours, strict=True)]
     parent_s = cpu_s(lambda: run(folder, model, f"{model_type}-two", 2))
-    children_s = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "model_type": model_type,
         "vocab_size": VOCAB_SIZE,
@@ -108,7 +106,6 @@ def measure(folder: Path, texts: list[str], model_type: str, rounds: int) -> dic
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "parent_ms_per_mb": 1e3 * parent_s / megabytes,
-        "workers_peak_bytes": children_s.ru_maxrss * 1024,
     }
 
 
