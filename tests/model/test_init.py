@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megalite.sharding import ShardSpec
 from megalite.train.engine import build_chunks
-from tests.model.kit import CPU, model_config
+from tests.model.kit import CPU, VARIANTS, model_config
 
 
 def initial_weights(tp=1, pp=1, vpp=1, sp=False, seed=3, **model) -> dict[str, Tensor]:
@@ -23,6 +23,7 @@ def initial_weights(tp=1, pp=1, vpp=1, sp=False, seed=3, **model) -> dict[str, T
         data=DataConfig(seq_length=8),
         train=TrainConfig(steps=1, global_batch=1, micro_batch=1, seed=seed),
     )
+    place = [stage % pp for stage in range(pp * vpp)]
     pieces: dict[tuple[str, bool], list[tuple[ShardSpec, Tensor]]] = {}
     for pp_rank in range(pp):
         for tp_rank in range(tp):
@@ -31,7 +32,7 @@ def initial_weights(tp=1, pp=1, vpp=1, sp=False, seed=3, **model) -> dict[str, T
                 "pp": SimpleNamespace(size=pp, rank=pp_rank),
             }
             mesh = SimpleNamespace(**axes, device=CPU)
-            for chunk in build_chunks(config, mesh, torch.float32):
+            for chunk in build_chunks(config, mesh, torch.float32, place):
                 for param, spec in chunk.named_params():
                     key = (spec.name, spec.copy)
                     pieces.setdefault(key, []).append((spec, param.detach()))
@@ -66,6 +67,22 @@ def test_initial_weights_are_bitwise_those_of_one_process(layout, tied) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "qwen2", "qwen3", "mixed"])
+def test_initial_weights_of_families_are_those_of_one_process_too(variant) -> None:
+    model = {k: v for k, v in VARIANTS[variant].items() if k != "num_kv_heads"}
+    want = initial_weights(**model)
+    got = initial_weights(tp=4, sp=True, pp=2, vpp=2, **model)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+        if name.endswith(".bias"):
+            assert not value.any(), name
+        elif name.endswith("norm.weight"):
+            assert (value == 1).all(), name
+        else:
+            assert value.any(), name
 
 
 def test_standard_deviations() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megalite.config import RunConfig
+from megalite.train.generate import generate, load_model, open_run
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit import (
@@ -122,6 +123,18 @@ def test_generators_of_the_ranks_play_no_part(
     config = make_config(folder, "states", "tp2", train__dtype="float64", **GPT2)
     assert pool.run(generator_states, 2, config) == [[True, True]] * 2
     assert losses(folder / "states") == pytest.approx(losses(serial["dropped"]), rel=PARITY_FLOAT64)
+
+
+def test_a_run_with_dropout_generates_without(serial: dict[str, Path]) -> None:
+    """The same text each time, and logits that do not change from call to call."""
+    model, _ = load_model(open_run(serial["dropped"]))
+    assert model.config.family == "gpt2"
+    assert model.config.has_dropout
+    texts = [generate(model, [1, 2, 3], 20) for _ in range(2)]
+    assert len(texts[0]) == 20  # beyond the context of 16 tokens
+    assert texts[0] == texts[1]
+    tokens = torch.arange(16)
+    assert torch.equal(model.logits(tokens), model.logits(tokens))
 
 
 def test_evaluation_drops_nothing(pool: RankPool, folder: Path) -> None:
