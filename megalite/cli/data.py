@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from megalite.data.prepare import PrepareReport
 
 app = typer.Typer(help="Make token datasets, look at them, join them.", no_args_is_help=True)
-app.command()(tokenizer)
-app.command()(inspect)
-app.command()(merge)
 
 
 @app.command()
@@ -96,6 +93,11 @@ def prepare(
         )
     for line in summary(report):
         typer.echo(line)
+
+
+app.command()(tokenizer)
+app.command()(inspect)
+app.command()(merge)
 
 
 def summary(report: PrepareReport) -> list[str]:

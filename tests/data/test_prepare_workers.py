@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,44 @@ def test_any_number_of_workers_makes_the_same_files_and_report(
     assert report.corpus.skipped["missing key 'text'"] == 4
     assert report.corpus.places[0] == f"{work}/in/a.jsonl:6: broken JSON"
     assert report.corpus.noticed["CRLF line ends"] > 100
+
+
+@settings(deadline=None, derandomize=True, max_examples=12)  # each one waits for the disk
+@given(
+    texts=st.lists(
+        st.text(
+            st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40
+        ).filter(lambda text: text.strip() and not text.startswith("\ufeff")),
+        min_size=1,
+        max_size=9,
+    ),
+    chunk_bytes=st.integers(8, 200),
+    crlf=st.booleans(),
+)
+def test_every_document_is_the_library_on_it_whole_and_one_end_id(
+    work: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    chunk_bytes: int,
+    crlf: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("d")
+    lines = [json.dumps({"text": text}) for text in [*texts, "a </s> b <s> <pad>"]]
+    (folder / "a.jsonl").write_bytes(("\r\n" if crlf else "\n").join(lines).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+        prepare(
+            str(folder / "a.jsonl"),
+            str(folder / "out"),
+            tokenizer=str(work / "t.model"),
+            num_workers=1,
+        )
+    library = sentencepiece.SentencePieceProcessor(model_file=str(work / "t.model"))
+    data = IndexedDataset(folder / "out")
+    found = [data.sequence(n).tolist() for n in range(data.num_documents)]
+    end = library.eos_id()
+    assert found == [[*library.encode(json.loads(line)["text"]), end] for line in lines]
+    assert all(row.count(end) == 1 for row in found)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -178,7 +217,7 @@ def interrupt(work: Path, out: Path, chunks: int, **options: Any) -> None:
             run(work, out, **options)
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(
     name=st.sampled_from(["ids", "lengths", "record", "options.json"]),
     at=st.floats(0, 1),
