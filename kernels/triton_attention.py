@@ -19,6 +19,7 @@ a power of two and memory is aligned, else through masked pointers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,11 +33,13 @@ from megalite.kernels.triton_common import (
     check_shape,
     next_power_of_2,
 )
+from megalite.kernels.triton_dropout import keep_threshold, kept, mix, row_word, signed_word
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 LOG2_E = 1.4426950408889634
+UNSPECIALIZED = ["first_query", "first_key", "first_head", "key0", "key1", "threshold"]
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
@@ -90,9 +93,26 @@ def _bounds(lo_ptr, up_ptr, row, rows, length, ROWS: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def _query_words(first, row, plane, key0, key1, ROWS: tl.constexpr):
+    """Both row words of the dropout mask, of queries row ... row + ROWS - 1."""
+    token = row + tl.arange(0, ROWS).to(tl.int64) + first
+    plane = plane.to(tl.uint32)
+    a = row_word(token, plane, key0.to(tl.uint32, bitcast=True))
+    return a, row_word(token, plane, key1.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def _key_words(first, column, key0, COLUMNS: tl.constexpr):
+    """Column words of the dropout mask, of keys column ... column + COLUMNS - 1."""
+    token = column + tl.arange(0, COLUMNS).to(tl.int64) + first
+    return mix(token.to(tl.uint32) ^ key0.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
 def _forward_step(
     q, k_src, v_src, acc, top, total, column, keys, head, k_stride, v_stride, lo, up, scale,
-    BN: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr,
+    a, b, first_key, key0, threshold, keep_scale,
+    BN: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     k = _tile(k_src, column, keys, head, k_stride, BN, H, TMA)
     s = tl.dot(q, k.T, input_precision="ieee")
@@ -108,17 +128,21 @@ def _forward_step(
     keep = tl.exp2(top - shift)
     total = total * keep + tl.sum(p, 1)
     acc = acc * keep[:, None]
+    if DROP:
+        c = _key_words(first_key, column, key0, BN)
+        p = tl.where(kept(a[:, None], b[:, None], c[None, :], threshold), p * keep_scale, 0.0)
     v = _tile(v_src, column, keys, head, v_stride, BN, H, TMA)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, new_top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, lo_ptr, up_ptr, queries, keys,
     q_stride, k_stride, v_stride, scale,
+    first_query, first_key, first_head, key0, key1, threshold, keep_scale,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     # longest rows first: under a causal mask late queries see most
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -130,17 +154,21 @@ def _forward_kernel(
     acc = tl.zeros((BM, BLOCK), dtype=tl.float32)
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
+    a = 0
+    b = 0
+    if DROP:
+        a, b = _query_words(first_query, row, first_head + head, key0, key1, BM)
     left = full_start - start
     for i in range(0, left + stop - full_stop, BN):
         column = tl.where(i < left, start + i, full_stop + i - left)
         acc, top, total = _forward_step(
             q, k_src, v_src, acc, top, total, column, keys, kv_head, k_stride, v_stride, lo, up,
-            scale, BN, H, TMA, True,
+            scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, True, DROP,
         )  # fmt: skip
     for column in range(full_start, full_stop, BN):
         acc, top, total = _forward_step(
             q, k_src, v_src, acc, top, total, column, keys, kv_head, k_stride, v_stride, lo, up,
-            scale, BN, H, TMA, False,
+            scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, False, DROP,
         )  # fmt: skip
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
@@ -165,7 +193,7 @@ def _delta_kernel(
     # +inf where a row sees nothing, so that every p of the row is 0
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(stats_ptr + at, lse, mask=inside)
-    stats_ptr += rows.to(tl.int64) * N
+    stats_ptr += tl.cast(rows, tl.int64) * N
     tl.store(stats_ptr + at, tl.sum(o * do, 1), mask=inside)
 
 
@@ -175,14 +203,15 @@ def _row_stats(stats_ptr, head, row, rows, N: tl.constexpr, ROWS: tl.constexpr):
     inside = row + tl.arange(0, ROWS) < rows
     at = head.to(tl.int64) * rows + row + tl.arange(0, ROWS)
     lse = tl.load(stats_ptr + at, mask=inside, other=float("inf"))
-    stats_ptr += rows.to(tl.int64) * N
+    stats_ptr += tl.cast(rows, tl.int64) * N
     return lse, tl.load(stats_ptr + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _dq_step(
     q, do, lse, delta, dq, k_src, v_src, column, keys, head, k_stride, v_stride, lo, up, scale,
-    BN: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr,
+    a, b, first_key, key0, threshold, keep_scale,
+    BN: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     k = _tile(k_src, column, keys, head, k_stride, BN, H, TMA)
     v = _tile(v_src, column, keys, head, v_stride, BN, H, TMA)
@@ -193,16 +222,20 @@ def _dq_step(
         seen = (j[None, :] >= lo[:, None]) & (j[None, :] < up[:, None])
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(do, v.T, input_precision="ieee")
+    if DROP:
+        c = _key_words(first_key, column, key0, BN)
+        dp = tl.where(kept(a[:, None], b[:, None], c[None, :], threshold), dp * keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dq_kernel(
     q_src, k_src, v_src, do_src, stats_ptr, dq_ptr, lo_ptr, up_ptr, queries, keys,
     q_stride, k_stride, v_stride, do_stride, scale, dq_scale,
+    first_query, first_key, first_head, key0, key1, threshold, keep_scale,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     head = tl.program_id(1)
@@ -213,17 +246,21 @@ def _dq_kernel(
     lse, delta = _row_stats(stats_ptr, head, row, queries, N, BM)
     BLOCK: tl.constexpr = triton.next_power_of_2(H)
     dq = tl.zeros((BM, BLOCK), dtype=tl.float32)
+    a = 0
+    b = 0
+    if DROP:
+        a, b = _query_words(first_query, row, first_head + head, key0, key1, BM)
     left = full_start - start
     for i in range(0, left + stop - full_stop, BN):
         column = tl.where(i < left, start + i, full_stop + i - left)
         dq = _dq_step(
             q, do, lse, delta, dq, k_src, v_src, column, keys, kv_head, k_stride, v_stride, lo, up,
-            scale, BN, H, TMA, True,
+            scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, True, DROP,
         )  # fmt: skip
     for column in range(full_start, full_stop, BN):
         dq = _dq_step(
             q, do, lse, delta, dq, k_src, v_src, column, keys, kv_head, k_stride, v_stride, lo, up,
-            scale, BN, H, TMA, False,
+            scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, False, DROP,
         )  # fmt: skip
     _store_tile(dq_ptr, dq * dq_scale, row, queries, head, N * H, BM, H)
 
@@ -231,7 +268,9 @@ def _dq_kernel(
 @triton.jit
 def _dkdv_step(
     k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride, lo, up, scale,
+    c, first_query, first_head, key0, key1, threshold, keep_scale,
     N: tl.constexpr, BM: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed here, [keys, queries]: p and ds feed the products from registers."""
     q = _tile(q_src, row, queries, head, q_stride, BM, H, TMA)
@@ -243,19 +282,31 @@ def _dkdv_step(
         i = row + tl.arange(0, BM)
         seen = (i[None, :] >= lo[:, None]) & (i[None, :] < up[:, None])
         p = tl.where(seen, p, 0.0)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-    dp = tl.dot(v, do.T, input_precision="ieee")
-    ds = p * (dp - delta[None, :])
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    if DROP:
+        a, b = _query_words(first_query, row, first_head + head, key0, key1, BM)
+        keep = kept(a[None, :], b[None, :], c[:, None], threshold)
+    if DV:
+        dropped = p
+        if DROP:
+            dropped = tl.where(keep, p * keep_scale, 0.0)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
+    if DK:
+        dp = tl.dot(v, do.T, input_precision="ieee")
+        if DROP:
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dkdv_kernel(
     q_src, k_src, v_src, do_src, stats_ptr, dk_ptr, dv_ptr, lo_ptr, up_ptr, queries, keys,
     q_stride, k_stride, v_stride, do_stride, scale, dk_scale,
+    first_query, first_key, first_head, key0, key1, threshold, keep_scale,
     K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, TWO_LOOPS: tl.constexpr,
+    TMA: tl.constexpr, TWO_LOOPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DROP: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BN
     kv_head = tl.program_id(1)
@@ -270,6 +321,9 @@ def _dkdv_kernel(
     if not TWO_LOOPS:
         full_start = stop
         full_stop = stop
+    c = 0
+    if DROP:
+        c = _key_words(first_key, column, key0, BN)
     N: tl.constexpr = K * GROUP
     # one loop over all query heads of the group: nested loops cost registers
     left = full_start - start
@@ -280,7 +334,8 @@ def _dkdv_kernel(
         row = tl.where(i < left, start + i, full_stop + i - left)
         dk, dv = _dkdv_step(
             k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride,
-            lo, up, scale, N, BM, H, TMA, True,
+            lo, up, scale, c, first_query, first_head, key0, key1, threshold, keep_scale,
+            N, BM, H, TMA, True, DK, DV, DROP,
         )  # fmt: skip
         i += BM
         head += tl.where(i == span, 1, 0)
@@ -291,13 +346,39 @@ def _dkdv_kernel(
         for _ in range(0, (full_stop - full_start) * GROUP, BM):
             dk, dv = _dkdv_step(
                 k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride,
-                lo, up, scale, N, BM, H, TMA, False,
+                lo, up, scale, c, first_query, first_head, key0, key1, threshold, keep_scale,
+                N, BM, H, TMA, False, DK, DV, DROP,
             )  # fmt: skip
             row += BM
             head += tl.where(row == full_stop, 1, 0)
             row = tl.where(row == full_stop, full_start, row)
-    _store_tile(dk_ptr, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
-    _store_tile(dv_ptr, dv, column, keys, kv_head, K * H, BN, H)
+    if DK:
+        _store_tile(dk_ptr, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
+    if DV:
+        _store_tile(dv_ptr, dv, column, keys, kv_head, K * H, BN, H)
+
+
+class Drop(NamedTuple):
+    """Dropout of attention weights, with the mask of reference_dropout.py.
+
+    The weight of query i, key j and head n has token first_query + i, column first_key + j and
+    plane first_head + n.
+    """
+
+    p: float
+    key: tuple[int, int]
+    first_query: int
+    first_key: int
+    first_head: int = 0
+
+    def arguments(self) -> tuple[int | float, ...]:
+        """What the kernels take."""
+        words = (signed_word(word) for word in self.key)
+        places = (self.first_query, self.first_key, self.first_head)
+        return (*places, *words, keep_threshold(self.p), 1.0 / (1.0 - self.p))
+
+
+_NO_DROP = (0, 0, 0, 0, 0, 0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -311,22 +392,32 @@ class Tiles:
     two_loops: bool = True
 
 
-def default_tiles(kernel: str, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of a kernel ("forward", "dq", "dkdv"), chosen by registers and shared memory on sm_90.
+def default_tiles(kernel: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Tiles:
+    """Tiles of a kernel ("forward", "dq", "dkdv"): the largest that spill no register on sm_90.
 
-    float32 runs without tensor cores, on small tiles; it is there for checks.
+    Loads by pointers (tma False) take more registers than descriptors. float32 runs without tensor
+    cores, on small tiles; it is there for checks.
     """
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
-    if kernel == "forward":
-        return Tiles(128, 128, 8, 2) if head_dim <= 128 else Tiles(64, 64, 8, 2)
-    if kernel == "dq":
-        return Tiles(128, 128, 8, 2) if head_dim <= 128 else Tiles(64, 32, 8, 2)
-    # Triton 3.6 spills registers with two loops (20 against 0), 3.9 does not
-    two_loops = _TRITON >= (3, 9)
-    if head_dim <= 128:
-        return Tiles(64, 128, 8, 2, two_loops)
-    return Tiles(32, 64, 8, 1, two_loops)
+    if head_dim > 128:
+        return {
+            "forward": Tiles(64, 64, 8, 2),
+            "dq": Tiles(64, 32, 8, 2),
+            "dkdv": Tiles(32, 128, 8, 2),
+        }[kernel]
+    if not tma:
+        return {
+            "forward": Tiles(128, 64, 8, 2),
+            "dq": Tiles(128, 64, 8, 2),
+            "dkdv": Tiles(32, 128, 8, 2),
+        }[kernel]
+    return {
+        "forward": Tiles(128, 128, 8, 2),
+        "dq": Tiles(128, 128, 8, 2),
+        # Triton 3.6 spills registers with two loops (20 accesses against 0), 3.9 does not
+        "dkdv": Tiles(64, 128, 8, 2, two_loops=_TRITON >= (3, 9)),
+    }[kernel]
 
 
 def _aligned(x: Tensor) -> bool:
@@ -383,13 +474,15 @@ def attention_forward(
     mask: Intervals,
     *,
     scale: float | None = None,
+    drop: Drop | None = None,
     tiles: Tiles | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o[T, N, H], lse[N, T]) of T queries over S keys. Raises TypeError, ValueError.
 
     scale: of the scores, 1 / sqrt(H) by default. lse: float32, natural logarithm. tma: take inputs
-    through descriptors (None: where alignment and H allow).
+    through descriptors (None: where alignment and H allow). drop: of the softmax's weights, which
+    lse and the sums leave out of account.
     """
     _check(q_TNH, k_SKH, v_SKH, mask)
     queries, heads, head_dim = q_TNH.shape
@@ -401,8 +494,8 @@ def attention_forward(
         return o_TNH, lse_NT
     if not keys:
         return o_TNH.zero_(), lse_NT.fill_(-torch.inf)
-    t = tiles or default_tiles("forward", head_dim, q.dtype)
     use_tma = _use_tma(head_dim, q, k, v) if tma is None else tma
+    t = tiles or default_tiles("forward", head_dim, q.dtype, use_tma)
     scale = _positive(scale, head_dim)
     _forward_kernel[(cdiv(queries, t.queries), heads)](
         _source(q, t.queries, head_dim, use_tma),
@@ -418,12 +511,14 @@ def attention_forward(
         k.stride(0),
         v.stride(0),
         scale * LOG2_E,
+        *(drop.arguments() if drop else _NO_DROP),
         N=heads,
         GROUP=heads // kv_heads,
         H=head_dim,
         BM=t.queries,
         BN=t.keys,
         TMA=use_tma,
+        DROP=drop is not None,
         num_warps=t.warps,
         num_stages=t.stages,
         **OPTIONS,
@@ -470,11 +565,12 @@ def attention_backward(
     mask: Intervals,
     *,
     scale: float | None = None,
+    drop: Drop | None = None,
     dq_tiles: Tiles | None = None,
     dkdv_tiles: Tiles | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq[T, N, H], dk[S, K, H], dv[S, K, H]); stats from `attention_delta`.
+    """(dq[T, N, H], dk[S, K, H], dv[S, K, H]); stats from `attention_delta`, drop as forward.
 
     Raises TypeError, ValueError.
     """
@@ -490,8 +586,9 @@ def attention_backward(
         return dq_TNH.zero_(), dk_SKH.zero_(), dv_SKH.zero_()
     use_tma = _use_tma(head_dim, q, k, v, do) if tma is None else tma
     scale = _positive(scale, head_dim)
+    dropping = drop.arguments() if drop else _NO_DROP
     strides = (q.stride(0), k.stride(0), v.stride(0), do.stride(0))
-    t = dq_tiles or default_tiles("dq", head_dim, q.dtype)
+    t = dq_tiles or default_tiles("dq", head_dim, q.dtype, use_tma)
     _dq_kernel[(cdiv(queries, t.queries), heads)](
         _source(q, t.queries, head_dim, use_tma),
         _source(k, t.keys, head_dim, use_tma),
@@ -506,43 +603,52 @@ def attention_backward(
         *strides,
         scale * LOG2_E,
         scale,
+        *dropping,
         N=heads,
         GROUP=heads // kv_heads,
         H=head_dim,
         BM=t.queries,
         BN=t.keys,
         TMA=use_tma,
+        DROP=drop is not None,
         num_warps=t.warps,
         num_stages=t.stages,
         **OPTIONS,
     )
-    t = dkdv_tiles or default_tiles("dkdv", head_dim, q.dtype)
-    _dkdv_kernel[(cdiv(keys, t.keys), kv_heads)](
-        _source(q, t.queries, head_dim, use_tma),
-        _source(k, t.keys, head_dim, use_tma),
-        _source(v, t.keys, head_dim, use_tma),
-        _source(do, t.queries, head_dim, use_tma),
-        stats_2NT,
-        dk_SKH,
-        dv_SKH,
-        mask.key_lo,
-        mask.key_up,
-        queries,
-        keys,
-        *strides,
-        scale * LOG2_E,
-        scale,
-        K=kv_heads,
-        GROUP=heads // kv_heads,
-        H=head_dim,
-        BM=t.queries,
-        BN=t.keys,
-        TMA=use_tma,
-        TWO_LOOPS=t.two_loops,
-        num_warps=t.warps,
-        num_stages=t.stages,
-        **OPTIONS,
-    )
+    t = dkdv_tiles or default_tiles("dkdv", head_dim, q.dtype, use_tma)
+    # both sums of 256 columns do not fit in registers: each gets a pass of its own
+    passes = [(True, True)] if head_dim <= 128 else [(True, False), (False, True)]
+    for with_dk, with_dv in passes:
+        _dkdv_kernel[(cdiv(keys, t.keys), kv_heads)](
+            _source(q, t.queries, head_dim, use_tma),
+            _source(k, t.keys, head_dim, use_tma),
+            _source(v, t.keys, head_dim, use_tma),
+            _source(do, t.queries, head_dim, use_tma),
+            stats_2NT,
+            dk_SKH,
+            dv_SKH,
+            mask.key_lo,
+            mask.key_up,
+            queries,
+            keys,
+            *strides,
+            scale * LOG2_E,
+            scale,
+            *dropping,
+            K=kv_heads,
+            GROUP=heads // kv_heads,
+            H=head_dim,
+            BM=t.queries,
+            BN=t.keys,
+            TMA=use_tma,
+            TWO_LOOPS=t.two_loops,
+            DK=with_dk,
+            DV=with_dv,
+            DROP=drop is not None,
+            num_warps=t.warps,
+            num_stages=t.stages,
+            **OPTIONS,
+        )
     return dq_TNH, dk_SKH, dv_SKH
 
 
