@@ -161,6 +161,18 @@ def training_flops(model: ModelConfig, seq_length: int) -> Flops:
     return Flops(*(factor * term for term in astuple(forward_flops(model, seq_length))))
 
 
+def flops_text(model: ModelConfig, seq_length: int) -> str:
+    """The training FLOPs of a token in one line: both totals, then each term."""
+    flops = training_flops(model, seq_length)
+    mega = {name: f"{getattr(flops, name) / 1e6:,.2f}" for name in Flops.__dataclass_fields__}
+    return (
+        f"training MFLOPs per token: {flops.total_full / 1e6:,.2f} with full attention, "
+        f"{flops.total_causal / 1e6:,.2f} with what the mask leaves (qkv {mega['qkv']}, scores "
+        f"{mega['attention_full']} full or {mega['attention_causal']} masked, attention output "
+        f"{mega['attention_out']}, feed-forward {mega['mlp']}, head {mega['head']})"
+    )
+
+
 def mfu(
     tokens_per_s: float,
     model: ModelConfig,

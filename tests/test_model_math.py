@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import astuple
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalite.config import ModelConfig
 from megalite.model_math import (
     Flops,
+    flops_text,
     forward_flops,
     layer_parameters,
     mfu,
@@ -166,6 +168,15 @@ def test_flops_by_term_counted_by_hand() -> None:
     )
     assert flops.total_full - flops.total_causal == flops.attention_full // 2
     assert astuple(training_flops(model(), 16)) == tuple(3 * term for term in astuple(flops))
+
+
+def test_flops_by_term_are_told_in_one_line_that_adds_up() -> None:
+    line = flops_text(LLAMA_8B, 8192)
+    numbers = [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.\d+", line)]
+    full, causal, qkv, scores, masked, out, mlp, head = numbers
+    assert full == pytest.approx(qkv + scores + out + mlp + head, rel=1e-3)
+    assert causal == pytest.approx(qkv + masked + out + mlp + head, rel=1e-3)
+    assert mlp == pytest.approx(3 * 2 * 3 * 32 * 4096 * 14336 / 1e6, rel=1e-3)
 
 
 def test_conventions_of_a_published_model_differ_as_published() -> None:

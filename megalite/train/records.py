@@ -1,8 +1,9 @@
 """metrics.jsonl, the record of a run: one JSON object a line, full precision, nothing rewritten.
 
 Kinds: `run` (first line) and `restart` (first line of a later attempt): resolved config, versions,
-git commit, hardware with its peak; `step`, `eval`, `checkpoint`, `skip`, `end`. Every line carries
-`attempt`, from 1: after a rollback the steps of both attempts stay, told apart by it.
+git commit, hardware with its peak, parameters, training FLOPs per token by term; `step`, `eval`,
+`checkpoint`, `skip`, `end`. Every line carries `attempt`, from 1: after a rollback the steps of
+both attempts stay, told apart by it.
 
 A `step` line has `step`, `loss`, `grad_norm` (of the whole model, before clipping), `lr`,
 `step_time_s`, `tokens`, `loss_tokens`, `tokens_per_s_per_gpu`, `model_tflops_per_gpu`, `mfu`,

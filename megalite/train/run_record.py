@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.config import RunConfig
 from megalite.distributed.determinism import determinism
-from megalite.model_math import parameter_counts
+from megalite.model_math import flops_text, parameter_counts, training_flops
 from megalite.optim.state import MemoryReport
 from megalite.optim.zero1 import StepResult
 from megalite.train import metrics
@@ -33,6 +33,7 @@ def run_record(
         "world_size": world_size,
         "hardware": asdict(device),
         "parameters": parameter_counts(config.model).total,
+        "flops_per_token": asdict(training_flops(config.model, config.data.seq_length)),
         "memory": asdict(memory),
         "deterministic": determinism(),
     }
@@ -53,6 +54,7 @@ def run_lines(
         f"{memory.grad_bytes / _MIB:.2f} MiB, optimizer {memory.state_bytes / _MIB:.2f} MiB "
         f"(of all {memory.padding_bytes / _MIB:.3f} MiB padding), "
         f"{memory.bytes_per_parameter:.2f} bytes a parameter",
+        flops_text(config.model, config.data.seq_length),
     ]
 
 
