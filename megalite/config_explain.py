@@ -29,8 +29,6 @@ _NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
         "may have letters, digits, '_', '-' and '.' only, and may not start with '.' or '-'"
     ),
     "list_type": lambda ctx: "needs a list, for example [1, 2]",
-    "tuple_type": lambda ctx: "needs a list, for example [0.98, 0.02]",
-    "too_long": lambda ctx: f"needs {ctx['max_length']} numbers",
     "literal_error": lambda ctx: f"needs {ctx['expected']}",
     "greater_than_equal": lambda ctx: f"needs to be at least {ctx['ge']:g}",
     "greater_than": lambda ctx: f"needs to be greater than {ctx['gt']:g}",
@@ -84,10 +82,8 @@ def _missing(section: str, missing: list[str], origins: Mapping[str, str]) -> li
 def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping[str, str]) -> str:
     where = f" ({origins[name]})" if name in origins else ""
     kind, value = found["type"], found["input"]
-    if kind == "missing" and isinstance(inside[-1], str):
-        return f"{_spot(name, inside[:-1])}={toml_value(value)}{where} has no {inside[-1]}; add it"
     if kind == "missing":
-        return f"{name}={toml_value(value)}{where} needs 2 numbers"
+        return f"{_spot(name, inside[:-1])}={toml_value(value)}{where} has no {inside[-1]}; add it"
     if kind == "extra_forbidden":
         return f"{_spot(name, inside[:-1])}{where} has no setting {inside[-1]!r}; remove it"
     # An unlisted type can only come from a new kind of field; its own message is then the best.
