@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import struct
 import sys
@@ -66,11 +65,7 @@ def test_shares_are_exact_and_each_source_goes_through_its_own_epochs(
     for source, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         mine = [sample for sample in ids if owner[sample] == source]
         assert abs(len(mine) - length * weight / total) <= 1
-        for epoch in (
-            itertools.batched(mine, size)
-            if sys.version_info >= (3, 12)
-            else [mine[start : start + size] for start in range(0, len(mine), size)]
-        ):
+        for epoch in [mine[start : start + size] for start in range(0, len(mine), size)]:
             assert len(set(epoch)) == len(epoch)  # no sample twice before all came once
     # at another place, in other portions, by another object
     again = Batches(spans, S, seed, weights=weights)
