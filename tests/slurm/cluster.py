@@ -73,16 +73,16 @@ class Cluster:
         self.folder = folder
         self.environ = {**environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
-    def run(self, *command: str | Path, cwd: Path | None = None) -> str:
-        """Output of a command that must succeed."""
+    def run(self, *command: str | Path, cwd: Path | None = None, **variables: str) -> str:
+        """Output of a command that must succeed; `variables` are added to its environment."""
         done = subprocess.run(
             command,
             cwd=cwd or self.folder,
-            env=self.environ,
+            env=self.environ | variables,
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=100,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout

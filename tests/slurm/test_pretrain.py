@@ -43,6 +43,15 @@ class Jobs:
         command = ["sbatch", "--parsable", "--nodes=2", *options, ROOT / "launch/pretrain.sbatch"]
         return self.cluster.run(*command, config, *settings, cwd=self.folder).strip()
 
+    def set_limit(self, job: str, minutes_left: int) -> None:
+        """Let a running job's time end in less than so many whole minutes, and more than one less.
+
+        Slurm looks at limits every 30 seconds; it counts in whole minutes.
+        """
+        *hours, minutes, _ = self.cluster.show(job)["RunTime"].split(":")
+        limit = int(minutes) + 60 * int(hours[-1] if hours else 0) + minutes_left
+        self.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+
     def run_folder(self, name: str) -> Path:
         return self.folder / name
 
@@ -115,16 +124,16 @@ def uninterrupted(jobs: Jobs, steps: int) -> dict[int, Any]:
 
 def test_runs_go_on_over_a_time_limit_and_over_a_killed_rank(jobs: Jobs) -> None:
     """Two jobs at once on the same two nodes; both resume as if they had never stopped."""
-    options = ("--time=1", "--signal=B:USR1@60")
-    cut = jobs.submit(jobs.config("cut", FOREVER), *options)
+    cut = jobs.submit(jobs.config("cut", FOREVER), "--time=30", "--signal=B:USR1@110")
     killed = jobs.submit(jobs.config("killed", FOREVER, checkpoint__interval=5))
+    wait_until(lambda: jobs.has_done("cut", 2), lambda: told(jobs, "cut", cut))
+    jobs.set_limit(cut, minutes_left=2)
     wait_until(lambda: jobs.has_done("killed", 7), lambda: told(jobs, "killed", killed))
     os.kill(ranks_of(jobs, "killed")[-1], signal.SIGKILL)
 
-    # Raised once the limit has done its part: the next attempt might not start within it here.
     wait_until(lambda: "requeued" in jobs.log(cut), lambda: told(jobs, "cut", cut))
     jobs.cluster.run("scontrol", "update", f"JobId={cut}", "TimeLimit=30")
-    steps = {name: goes_on(jobs, name, job) for name, job in (("killed", killed), ("cut", cut))}
+    steps = {name: goes_on(jobs, name, job) for name, job in (("cut", cut), ("killed", killed))}
     assert steps["killed"] > 5, "it goes on from a checkpoint"
     assert "the time limit is near" in jobs.log(cut)
     assert lines(jobs.run_folder("cut"), "end")[-1]["exit_code"] == 75
@@ -139,9 +148,19 @@ def test_runs_go_on_over_a_time_limit_and_over_a_killed_rank(jobs: Jobs) -> None
     assert not ranks_of(jobs, "killed"), "nobody is left behind"
 
 
-def test_a_mistake_ends_the_job_with_a_reason_and_is_not_tried_again(jobs: Jobs) -> None:
+def test_mistakes_and_scancel_end_a_job_for_good_and_srun_alone_trains(jobs: Jobs) -> None:
     typo = jobs.submit(jobs.config("typo", 3), "optimizer.lrr=1")
     unready = jobs.submit(jobs.config("unready", 3, checkpoint__resume="must"))
+    cancelled = jobs.submit(jobs.config("cancelled", FOREVER))
+    # Meanwhile the same verb under srun alone, without torchrun.
+    srun = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1"]
+    address = {"MASTER_ADDR": "127.0.0.1"}  # nodes of this cluster have no names of their own
+    jobs.cluster.run(*srun, "megalite", "train", jobs.config("plain", 2, parallel__dp=1), **address)
+    assert step_numbers(jobs.run_folder("plain"))[-1][0] == 2
+    wait_until(lambda: jobs.has_done("cancelled", 1), lambda: told(jobs, "cancelled", cancelled))
+    jobs.cluster.run("scancel", cancelled)
+    shown = jobs.cluster.end_of(cancelled)
+    assert (shown["JobState"], shown["Restarts"]) == ("CANCELLED", "0"), jobs.log(cancelled)
     for job in (typo, unready):
         shown = jobs.cluster.end_of(job)
         assert (shown["JobState"], shown["Restarts"]) == ("FAILED", "0"), jobs.log(job)
