@@ -5,6 +5,7 @@ So a worker never outlives the run that started it, however that ended. See enco
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import IO
@@ -36,8 +37,10 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 def main() -> None:
     """Entry point of the process; Ctrl-C is the parent's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     try:
-        serve(sys.stdin.buffer, sys.stdout.buffer)
+        serve(sys.stdin.buffer, answers)
     except BrokenPipeError:  # the parent is gone
         sys.stderr = None
         raise SystemExit(1) from None

@@ -35,6 +35,7 @@ class Unfinished:
         self.num_chunks = 0  # done and taken over
         self._sizes = {"ids": 0, "lengths": 0, "record": 0}
         self._streams: dict[str, IO[bytes]] = {}
+        self._next: dict[str, int] = {}  # sizes of the entry that `kept` gave last
         existed = self.folder.is_dir()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -143,8 +144,8 @@ class Unfinished:
 
     def forget(self) -> None:
         """Drop what was done; the next run starts over."""
-        self.num_chunks = 0
-        self.path("tokenizer.json").unlink(missing_ok=True)
+        for name in ("tokenizer.json", "record"):
+            self.path(name).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Delete the folder."""
@@ -159,13 +160,15 @@ class Unfinished:
                 stream.close()
             except OSError:  # a full disk: what is missing is seen by its checksum
                 continue
-        if (
-            self.folder.exists()
-            and not self.num_chunks
-            and not self.path("tokenizer.json").exists()
-        ):
+        if self.folder.exists() and not self._holds_work():
             self.remove()
         self._lock.close()
+
+    def _holds_work(self) -> bool:
+        """Whether there is anything to go on from, of this run or of an earlier one."""
+        record = self.path("record")
+        done = record.exists() and record.stat().st_size > 0
+        return done or self.path("tokenizer.json").exists()
 
     def _open(self) -> None:
         for name, size in self._sizes.items():

@@ -271,6 +271,21 @@ def test_other_options_start_over(work: Path, tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "fresh")
 
 
+def test_a_mistake_in_between_loses_nothing(work: Path, tmp_path: Path) -> None:
+    interrupt(work, tmp_path / "out", 9)
+    with pytest.raises(DataError, match="largest feasible"):
+        run(work, tmp_path / "out", tokenizer=None, vocab_size=50_000)
+    hidden, path = work / "in" / "a.hidden", work / "in" / "a.jsonl"
+    path.rename(hidden)
+    path.symlink_to("nowhere")
+    try:
+        with pytest.raises(DataError, match=r"a\.jsonl: cannot be read"):
+            run(work, tmp_path / "out")
+    finally:
+        hidden.rename(path)
+    assert run(work, tmp_path / "out").num_kept_documents > 0
+
+
 def test_a_mended_document_is_all_that_is_done_again(work: Path, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     good = b'{"text": "a line"}\n'
