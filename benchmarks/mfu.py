@@ -23,8 +23,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.batch_plan import batch_plan, horizon_steps
+from megalite.config_check import require_valid, resolve
+from megalite.config_load import load_config
 from megalite.distributed.launcher import Launch, read_launch
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, MegaliteError
 
 _RUN = Path(__file__).resolve().with_name("mfu_run.py")
 
@@ -97,6 +100,10 @@ def measure(
     options: argparse.Namespace, launch: Launch, index: int, config: str, folder: Path
 ) -> dict[str, Any]:
     """The row of one config, from processes of its own; on ranks but the first only its outcome."""
+    try:
+        check(options, launch, config)
+    except MegaliteError as error:
+        return {"config": config, "error": "; ".join(str(error).splitlines())}
     result = folder / f"{index}.json"
     order = {
         "config": config,
@@ -127,9 +134,33 @@ def measure(
     return {"config": config, "error": _reason(done.stderr, done.returncode)}
 
 
+def check(options: argparse.Namespace, launch: Launch, path: str) -> None:
+    """Raise MegaliteError for a config that cannot be measured here: in no time, without torch."""
+    world_size = None if options.local else launch.world_size
+    loaded = load_config(path, options.set)
+    require_valid(loaded.config, world_size, loaded.origins)
+    config = resolve(loaded.config, world_size)
+    parallel = config.parallel
+    needed = parallel.tp * parallel.pp * (parallel.dp or 1)
+    if not options.local and needed != launch.world_size:
+        raise ConfigError(
+            f"the layout needs {needed} processes, this is {launch.world_size}; add --local, or "
+            f"start {needed} with torchrun or srun"
+        )
+    steps = horizon_steps(config, batch_plan(config))
+    if steps < options.warmup + options.steps:
+        raise ConfigError(
+            f"train.steps={steps} is less than {options.warmup} steps of warm-up and "
+            f"{options.steps} that count; give fewer by --warmup and --steps"
+        )
+
+
 def _environment(environ: Mapping[str, str], launch: Launch, index: int) -> dict[str, str]:
     """The variables of a process that is this rank in a world that meets at a port of its own."""
-    result = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC")}
+    result = dict(environ)
+    if "TORCHELASTIC_RUN_ID" in environ:  # rank 0 serves the store: that of the agent is this one's
+        result["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        result.pop("TORCHELASTIC_ERROR_FILE", None)
     if launch.source == "single":
         return result
     port = _FIRST_PORT + (launch.master_port * 31 + 1 + index) % _NUM_PORTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megalite.config_text import to_toml
+from megalite.distributed.launcher import Launch
 from tests.train.kit import make_config
 
 pytestmark = pytest.mark.long
@@ -78,6 +80,23 @@ def test_configs_are_measured_here_and_one_that_fails_does_not_stop_the_others(
     assert table[3][1].startswith("failed: train.steps=3 ")
     assert rows[2]["layout"]["text"].startswith("tp2+sp pp1 dp2 zero1 ")
     assert not list(tmp_path.rglob("step-*")), "no checkpoint is written"
+
+
+def test_a_process_that_dies_is_a_row_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("mfu", ROOT / "benchmarks" / "mfu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    mfu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mfu)
+    dies = tmp_path / "dies.py"
+    dies.write_text("raise MemoryError('out of memory')")
+    monkeypatch.setattr(mfu, "_RUN", dies)
+    options = mfu.parse([str(config(tmp_path, "one", "serial")), "--steps=3", "--warmup=0"])
+    row = mfu.measure(options, Launch(), 0, options.configs[0], tmp_path)
+    assert row == {"config": options.configs[0], "error": "MemoryError: out of memory"}
+    assert "failed: MemoryError" in mfu.table([row])
 
 
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
