@@ -151,7 +151,7 @@ def _model(config: RunConfig) -> Iterator[str]:
 def _partial_rotation(config: RunConfig) -> Iterator[str]:
     model = config.model
     size, turned = model.head_size, model.head_size * model.rope_fraction
-    if turned % 2 or turned < 2:
+    if turned < 2 or abs(turned / 2 - round(turned / 2)) > 1e-9:  # 0.14 x 100 is not quite 14
         fitting = [pairs / size for pairs in (turned // 2 * 2, turned // 2 * 2 + 2)]
         use = " or ".join(f"{share:g}" for share in fitting if 0 < share <= 1)
         yield (

@@ -117,6 +117,12 @@ def test_traits_that_do_not_fit(settings: dict[str, Any], line: str) -> None:
     assert check_config(config(**settings)) == [line]
 
 
+def test_a_share_that_binary_fractions_miss_by_a_hair_is_fine() -> None:
+    settings = config(model__rope_fraction=0.14, model__head_dim=100)
+    assert check_config(settings) == []
+    assert settings.model.rotary_size == 14
+
+
 def test_an_odd_head_is_fine_where_nothing_turns() -> None:
     assert check_config(of("gpt2", model__head_dim=7)) == []
 
