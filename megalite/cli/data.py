@@ -13,6 +13,8 @@ from megalite.cli.data_tokenizer import ModelTypeName, PolicyName, left_out, tok
 if TYPE_CHECKING:
     from megalite.data.prepare import PrepareReport
 
+_OTHER_OPTIONS = ("restarted  what an interrupted run with other options had done was dropped",)
+
 app = typer.Typer(help="Make token datasets, look at them, join them.", no_args_is_help=True)
 
 
@@ -59,6 +61,10 @@ def prepare(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a dataset of this name.")
     ] = False,
+    go_on: Annotated[
+        bool,
+        typer.Option("--continue/--restart", help="Use or drop what an interrupted run has done."),
+    ] = True,
 ) -> None:
     """Tokenise text into PREFIX.bin and PREFIX.idx, one end-of-document id per document.
 
@@ -89,6 +95,7 @@ def prepare(
             max_bytes=max_bytes,
             suffixes=suffix,
             num_workers=workers,
+            restart=not go_on,
             on_progress=bar,
         )
     for line in summary(report):
@@ -116,6 +123,7 @@ def summary(report: PrepareReport) -> list[str]:
         "documents decode to their exact text",
         f"seconds    {report.train_s:.1f} training, {report.encode_s:.1f} encoding "
         f"({rate:.2f} MB/s, {report.num_workers} workers)",
+        *(_OTHER_OPTIONS if report.started_over else ()),
         *([f"continued  {kept:,} documents of an interrupted run were kept"] if kept else []),
         f"wrote      {report.prefix}.bin .idx .json" + (" .model" if report.training else ""),
     ]

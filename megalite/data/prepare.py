@@ -51,6 +51,7 @@ class PrepareReport:
     num_round_trips: int  # documents at the start that were decoded again
     num_round_trips_exact: int
     num_kept_documents: int  # taken over from an interrupted run
+    started_over: bool  # what an interrupted run with other options had done was dropped
     num_workers: int
     train_s: float
     encode_s: float
@@ -66,6 +67,7 @@ class _Totals:
     round_trips: int = 0
     round_trips_exact: int = 0
     num_kept_documents: int = 0
+    started_over: bool = False
     digests: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     def add(self, entry: Entry) -> None:
@@ -89,11 +91,13 @@ def prepare(
     max_bytes: int | None = None,
     suffixes: list[str] | None = None,
     num_workers: int | None = None,
+    restart: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> PrepareReport:
     """Tokenise a corpus into an indexed dataset; give either a tokenizer or a vocab_size to train.
 
-    `num_workers` processes encode; default: as many as CPUs. DataError for a bad setting, source
+    `num_workers` processes encode; default: as many as CPUs. `restart` drops what an interrupted
+    run has done, which is taken over else. DataError for a bad setting, source
     or (under policy fail) document; no dataset is there then, but finished parts may be kept.
     """
     _check_choice(tokenizer, vocab_size, model_type)
@@ -107,6 +111,8 @@ def prepare(
     start_s = time.perf_counter()
     try:
         with Unfinished(out_prefix) as unfinished:
+            if restart:
+                unfinished.forget()
             trained = None
             if given is None:
                 assert vocab_size is not None  # _check_choice
@@ -138,6 +144,7 @@ def prepare(
         num_round_trips=totals.round_trips,
         num_round_trips_exact=totals.round_trips_exact,
         num_kept_documents=totals.num_kept_documents,
+        started_over=totals.started_over,
         num_workers=workers,
         train_s=trained_s - start_s,
         encode_s=time.perf_counter() - trained_s,
@@ -179,7 +186,7 @@ def _encode(
     on_progress: Callable[[Progress], None],
 ) -> _Totals:
     """All chunks into the unfinished folder: those of an earlier run first, then new ones."""
-    unfinished.begin(
+    started_over = unfinished.begin(
         {
             "format": FORMAT,
             "sentencepiece": library_version(),
@@ -190,7 +197,7 @@ def _encode(
             "max_bytes": corpus.max_bytes,
         }
     )
-    totals, tell = _Totals(), teller(corpus, "encoding", on_progress)
+    totals, tell = _Totals(started_over=started_over), teller(corpus, "encoding", on_progress)
     chunks = _take_over(corpus.chunks(), unfinished, totals)
     with EncodePool(encoder, num_workers) as pool:
         for chunk, found in pool.encode(chunks, check_first=unfinished.num_chunks == 0):

@@ -75,18 +75,22 @@ class Unfinished:
         write_synced(self.path(name + ".new"), json.dumps(values).encode())
         os.replace(self.path(name + ".new"), self.path(name))
 
-    def begin(self, options: dict[str, Any]) -> None:
-        """Keep what was done under the same options, drop what was not."""
+    def begin(self, options: dict[str, Any]) -> bool:
+        """Keep what was done under the same options, drop what was not; whether that was any."""
+        record = self.path("record")
+        dropped = False
         if self.read_json("options.json") != options:
+            dropped = record.exists() and record.stat().st_size > 0
             for name in self._sizes:
                 self.path(name).unlink(missing_ok=True)
             self.write_json("options.json", options)
         published = file_of(self.prefix, ".bin")
         interrupted = published.exists() and not file_of(self.prefix, ".idx").exists()
-        if interrupted and self.path("record").exists() and not self.path("ids").exists():
+        if interrupted and record.exists() and not self.path("ids").exists():
             os.replace(published, self.path("ids"))  # stopped between two renames of publishing
         for name in self._sizes:
             self.path(name).touch()
+        return dropped
 
     def kept(self) -> Iterator[Entry]:
         """Chunks done before, each checked against its checksum; ends at the first that is not

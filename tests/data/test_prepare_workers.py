@@ -266,9 +266,18 @@ def test_kept_parts_are_used_only_as_far_as_the_source_is_the_same(
 def test_other_options_start_over(work: Path, tmp_path: Path) -> None:
     interrupt(work, tmp_path / "out", 9)
     report = run(work, tmp_path / "out", max_bytes=3000)
-    assert report.num_kept_documents == 0
+    assert (report.num_kept_documents, report.started_over) == (0, True)
     run(work, tmp_path / "fresh", max_bytes=3000)
     assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def test_restart_drops_what_was_done(
+    work: Path, quiet: tuple[list[bytes], PrepareReport], tmp_path: Path
+) -> None:
+    interrupt(work, tmp_path / "out", 9)
+    report = run(work, tmp_path / "out", restart=True)
+    assert (report.num_kept_documents, report.started_over) == (0, False)
+    assert files(tmp_path / "out") == quiet[0]
 
 
 def test_a_mistake_in_between_loses_nothing(work: Path, tmp_path: Path) -> None:
