@@ -7,9 +7,14 @@ both attempts stay, told apart by it.
 
 A `step` line has `step`, `loss`, `grad_norm` (of the whole model, before clipping), `lr`,
 `step_time_s`, `tokens`, `loss_tokens`, `tokens_per_s_per_gpu`, `model_tflops_per_gpu`, `mfu`,
-`mfu_causal` (null on a device without a known peak), `memory_peak_bytes`, `consumed_tokens` and the
+`mfu_causal` (null on a device without a known peak), `memory_peak_bytes`, `global_batch`,
+`consumed_samples`, `consumed_tokens`, with train.z_loss `z_loss` (not part of `loss`), and the
 time split `time_{compute,tp_comm,pp_wait,dp_comm,data,optimizer,other}_s`. With
 `log.param_stats_interval` some have `grad_norms` and `param_stats`, too (see param_stats.py).
+
+A `skip` line has `step`, `reason` ("non-finite gradients", "loss spike") and `count`, the steps
+that were skipped for this reason so far. A `restart` line has `changed`: settings that differ from
+the checkpoint's, old and new, and whether `--accept` let them pass.
 
 Readers take a file as it is: damaged lines are left out and counted. Knows no torch.
 """
