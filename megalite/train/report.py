@@ -88,8 +88,7 @@ def summary(record: RunRecord) -> list[str]:
     tokens = steps[-1].get("consumed_tokens")
     count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
     lines = [
-        f"{count}, {'n/a' if tokens is None else f'{tokens / 1e6:.2f}M'} tokens, "
-        f"{'n/a' if parameters is None else f'{parameters / 1e6:.2f}M'} parameters",
+        f"{count}, {_short(tokens)} tokens, {_short(parameters)} parameters",
         f"training loss   {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}",
     ]
     names = list(dict.fromkeys(line["name"] for line in record.evals))
@@ -118,6 +117,13 @@ def time_table(record: RunRecord) -> list[str]:
         seconds = fmean(line[f"time_{part}_s"] for line in steady)
         rows.append(f"  {part:<10}{seconds / wall_s:7.1%}   {_MEANING[part]}")
     return rows
+
+
+def _short(count: int | None) -> str:
+    """A count in millions, or as it is where that would show nothing."""
+    if count is None:
+        return "n/a"
+    return f"{count / 1e6:.2f}M" if count >= 10_000 else str(count)
 
 
 def _is_positive(value: Any, name: str) -> bool:

@@ -7,6 +7,7 @@ view that fails is told of once and left; it never ends or holds up a run. Rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,14 +16,7 @@ from megalite.train.records import MetricsFile
 
 Warn = Callable[[str], None]
 
-_PERF = (
-    "step_time_s",
-    "tokens_per_s_per_gpu",
-    "model_tflops_per_gpu",
-    "mfu",
-    "mfu_causal",
-    "data_wait_s",
-)
+_PERF = ("step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "mfu_causal")
 _NOT_SCALARS = ("kind", "attempt", "step")
 
 
@@ -55,12 +49,12 @@ class Recorder:
         self._file.write(kind, **values)
         record = {"kind": kind, "attempt": self.attempt, **values}
         for sink in list(self._sinks):
-            self._guarded(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
+            self._guarded(sink, partial(sink.write, record))
 
     def close(self, exit_code: int) -> None:
         self._file.close()
         for sink in list(self._sinks):
-            self._guarded(sink, lambda sink=sink: sink.close(exit_code))  # type: ignore[misc]
+            self._guarded(sink, partial(sink.close, exit_code))
         self._sinks = []
 
     def _guarded(self, sink: Sink, work: Callable[[], None]) -> None:

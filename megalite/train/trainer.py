@@ -164,6 +164,7 @@ class Trainer:
         ledger.phase = "optimizer"
         lr = learning_rate(self.step, config.optimizer, self.total_steps, self.tokens_before)
         spike = self._judge(loss)
+        clock.lap("optimizer")  # a judgement waits for the world as the norm does
         before = self.stats.before() if self._measures_parameters() else None
         clock.lap("other")
         result = self._update(lr, spike)

@@ -69,7 +69,7 @@ class WandbSink:
         """Finish the run, for no longer than its start may still take or `timeout_s`."""
         if self._thread is None or self._given_up.is_set():
             return
-        self._lines.put(exit_code)
+        self._lines.put(exit_code, timeout=self._config.timeout_s)
         self._thread.join(max(self._config.timeout_s, self._deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._give_up("did not finish in time")

@@ -116,6 +116,13 @@ def test_step_lines_have_every_key(run: Path, config: RunConfig) -> None:
         assert line["model_tflops_per_gpu"] == pytest.approx(speed * per_token / 1e12)
 
 
+def test_every_name_is_documented(run: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for line in read_metrics(run / "metrics.jsonl"):
+        unknown = [name for name in line if f"`{name}`" not in text]
+        assert not unknown, f"docs/metrics.md does not name {unknown} of a {line['kind']} line"
+
+
 def test_time_parts_add_up_to_the_step(run: Path) -> None:
     for line in lines(run, "step"):
         parts = {part: line[f"time_{part}_s"] for part in TIME_PARTS}
