@@ -78,12 +78,27 @@ def test_masks_do_not_depend_on_the_layout(
     base = "serial" if layout == "tp2xpp2" else layout
     config = make_config(folder, f"at-{layout}", base, train__dtype="float64", **GPT2, **changes)
     run(pool, config, None)
-    assert losses(folder / config.name) == pytest.approx(
-        losses(serial["dropped"]), rel=PARITY_FLOAT64
-    )
-    end = checkpoint_tensors(folder / config.name, STEPS)
-    for key, tensor in checkpoint_tensors(serial["dropped"], STEPS).items():
+    same_numbers(folder / config.name, serial["dropped"])
+
+
+def same_numbers(found: Path, wanted: Path) -> None:
+    """Losses and the last checkpoint agree as two layouts in float64 do."""
+    assert losses(found) == pytest.approx(losses(wanted), rel=PARITY_FLOAT64)
+    end = checkpoint_tensors(found, STEPS)
+    for key, tensor in checkpoint_tensors(wanted, STEPS).items():
         assert (tensor - end[key]).abs().max() < PARITY_FLOAT64, key
+
+
+def test_a_run_that_moves_to_another_layout_keeps_its_masks(
+    pool: RankPool, folder: Path, serial: dict[str, Path]
+) -> None:
+    exact = {"train__dtype": "float64", **GPT2}
+    before = make_config(folder, "moved", parallel__tp=2, parallel__pp=2, **exact)
+    after = make_config(folder, "moved", "zero1", train__micro_batch=2, **exact)
+    run(pool, before, 2)
+    run(pool, after, None)
+    assert [line["step"] for line in lines(folder / "moved", "restart")] == [2]
+    same_numbers(folder / "moved", serial["dropped"])
 
 
 @pytest.mark.parametrize(
