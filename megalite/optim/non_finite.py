@@ -45,7 +45,7 @@ class SkipPolicy:
         scaler = self._scaler
         raise NonFiniteGradientError(
             f"gradients of update {num_updates + 1} are not finite: norm {norm.value}, on "
-            f"{norm.num_bad_ranks} ranks (here: {names})"
+            f"{norm.num_bad_ranks} {'rank' if norm.num_bad_ranks == 1 else 'ranks'} (here: {names})"
             + (f", at the smallest loss scale {scaler.scale:g}" if scaler.enabled else "")
             + (f", after {self.num_skips} skipped steps in a row" if skipping else "")
             + "; weights and optimizer state are as before this update. Lower optimizer.lr, check "
