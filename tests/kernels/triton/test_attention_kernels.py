@@ -8,14 +8,9 @@ import pytest
 import torch
 from megalite.kernels import reference_attention, reference_dropout
 from megalite.kernels.intervals import Intervals, document_intervals
-from megalite.kernels.triton_attention import (
-    Drop,
-    Tiles,
-    attention_backward,
-    attention_delta,
-    attention_forward,
-    merge_chunks,
-)
+from megalite.kernels.triton_attention import attention_delta, attention_forward, merge_chunks
+from megalite.kernels.triton_attention_backward import attention_backward
+from megalite.kernels.triton_attention_tiles import Drop, Tiles
 from torch import Tensor
 
 from tests.kernels.triton.kit import assert_near, assert_same_bits, draw, exact
