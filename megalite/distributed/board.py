@@ -27,12 +27,15 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank last posted. `beat` grows as long as it lives; `failed` is its error, or ""."""
+    """What a rank last posted. `beat` grows as long as it lives; `failed` is its error, or "";
+    `left`: it was done, and posts no more.
+    """
 
     beat: int
     num_ops: int
     where: str
     failed: str = ""
+    left: bool = False
 
 
 class Board:
@@ -81,16 +84,17 @@ class Board:
         count = self._soon(lambda: self._store.add(_said(text), 1))
         return count is None or count == 1
 
-    def wait_for_others(self, text: str, seconds: float) -> None:
-        """Give the other ranks that long to ask `first_to_say`: for a rank that serves the store
-        and is about to end, with the store.
+    def part(self, seconds: float) -> None:
+        """The last use of the board by this rank. Rank 0, which may serve the store, gives the
+        others so many seconds to part as well, as the store ends with it.
         """
+        gone = self._soon(lambda: self._store.add("parted", 1))
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            count = self._soon(lambda: self._store.add(_said(text), 0))
-            if count is None or count >= self.world_size:
+        while self.rank == 0 and gone is not None and gone < self.world_size:
+            if time.monotonic() > deadline:
                 return
             time.sleep(0.02)
+            gone = self._soon(lambda: self._store.add("parted", 0))
 
     def _soon(self, ask: Callable[[], T]) -> T | None:
         """What `ask` returns, or None if the store fails or takes too long.

@@ -27,8 +27,8 @@ from megalite.train.trainer import Trainer
 # Exit codes of a rank that failed: by an error that the user can fix, by any other.
 _USER_ERROR, _ERROR = 2, 1
 
-# Rank 0 may serve the board: so long it stays for others to ask whether an error has been told.
-_LINGER_S = 2.0
+# Rank 0 may serve the board: so long it stays at its end for others who still use it.
+_LINGER_S = 1.0
 
 # A rank says where it is stuck after this share of the collectives' timeout.
 _WATCH_SHARE = 0.5
@@ -52,6 +52,7 @@ def launched(
         init_process(launch, device, timeout_s)
         board = Board.of_world(launch.rank, launch.world_size)
         code = work(launch, device, *arguments)
+        _part(board)
         end_process()
     except MegaliteError as error:
         code = _USER_ERROR
@@ -60,8 +61,15 @@ def launched(
         code = _ERROR
         text = traceback.format_exc().rstrip()
         _say(f"rank {launch.rank} of {launch.world_size} failed:\n{text}")
+    if code in (_USER_ERROR, _ERROR):
+        _part(board)
     sys.stdout.flush()
     os._exit(code)
+
+
+def _part(board: Board | None) -> None:
+    if board is not None:
+        board.part(_LINGER_S)
 
 
 def tell(error: MegaliteError, launch: Launch, board: Board | None) -> None:
@@ -72,8 +80,6 @@ def tell(error: MegaliteError, launch: Launch, board: Board | None) -> None:
     if board is None or board.first_to_say(text):
         for line in text.splitlines():
             _say(f"[rank {launch.rank}] error: {line}")
-    if board is not None and launch.rank == 0:
-        board.wait_for_others(text, _LINGER_S)
 
 
 def train_rank(
@@ -98,8 +104,14 @@ def train_rank(
         require_same_config(config, mesh, accept)
         mesh.create()
         board = Board.of_world(launch.rank, launch.world_size)
-        with Watch(mesh.ledger, timeout_s * _WATCH_SHARE, _say, board):
-            code = Trainer(config, mesh, accept=accept, flag=flag).run()
+        leaving = flag
+        after_s = timeout_s * _WATCH_SHARE
+        try:
+            with Watch(mesh.ledger, after_s, _say, board, leaving=lambda: leaving.raised):
+                code = Trainer(config, mesh, accept=accept, flag=flag).run()
+        finally:
+            if launch.source == "local":  # else the launched process still uses its board
+                _part(board)
         flag.ignore()
         return code
 

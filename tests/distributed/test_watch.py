@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from megalite.distributed import watch
 from megalite.distributed.board import Board, Notice
 from megalite.distributed.ledger import Ledger
 from megalite.distributed.watch import Watch
@@ -32,8 +34,8 @@ class Rank:
             self.spoke.set()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        with Watch(self.ledger, AFTER_S, self.report, self.board):
+    def watched(self, after_s: float = AFTER_S, **options: Any) -> Iterator[None]:
+        with Watch(self.ledger, after_s, self.report, self.board, **options):
             yield
 
 
@@ -71,6 +73,39 @@ def test_a_rank_that_skipped_an_operation_is_named_once(ranks: list[Rank]) -> No
     }
 
 
+def test_who_is_asked_to_leave_does_not_wait_for_a_dead_rank(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(watch, "_LEAVE_LOOK_S", 0.1)
+    monkeypatch.setattr(watch, "_BEAT_S", 0.02)
+    ranks[1].board.post(Notice(1, 12, "rank 1"))
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with ranks[0].watched(3600.0, leaving=lambda: True, end=end):
+        assert ended.wait(60)
+    assert codes == [1]
+    assert ranks[0].said == [
+        "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1"
+    ]
+
+
+def test_a_rank_whose_notices_go_on_or_that_is_done_is_not_gone() -> None:
+    done = {1: Notice(7, 9, "rank 1", left=True)}
+    assert watch._gone(done, done, 0) == []
+    before = {0: Notice(5, 9, "rank 0"), 1: Notice(7, 9, "rank 1")}
+    after = {0: Notice(5, 9, "rank 0"), 1: Notice(8, 9, "rank 1")}
+    assert watch._gone(before, after, 0) == []
+    assert watch._gone(before, after, 1) == [
+        "rank 0 gives no sign of life, it is dead or stopped; last seen at: rank 0"
+    ]
+
+
 def test_an_exception_is_annotated_with_the_failure_of_another_rank(ranks: list[Rank]) -> None:
     with pytest.raises(ValueError, match="cause"), ranks[1].watched():
         raise ValueError("the cause")
@@ -98,10 +133,21 @@ def test_one_rank_is_the_first_to_say_a_thing(ranks: list[Rank]) -> None:
     boards = [rank.board for rank in ranks]
     assert [board.first_to_say("a") for board in boards] == [True, False]
     assert boards[1].first_to_say("b")
-    boards[0].wait_for_others("a", 60.0)
 
 
-def test_a_store_that_is_gone_silences_nobody() -> None:
+def test_the_rank_that_serves_the_store_parts_last(ranks: list[Rank]) -> None:
+    first, second = (rank.board for rank in ranks)
+    waiting = threading.Thread(target=first.part, args=(3600.0,), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    second.part(3600.0)  # returns at once: another rank serves
+    waiting.join(60.0)
+    assert not waiting.is_alive()
+    first.part(0.0)
+
+
+def test_a_store_that_is_gone_silences_and_holds_nobody() -> None:
     class Gone(HashStore):
         def add(self, key: str, count: int) -> int:
             raise ConnectionError("gone")
@@ -109,4 +155,4 @@ def test_a_store_that_is_gone_silences_nobody() -> None:
     board = Board(Gone(), 0, 2)
     board._store = Gone()  # type: ignore[assignment]
     assert board.first_to_say("a")
-    board.wait_for_others("a", 60.0)
+    board.part(3600.0)
