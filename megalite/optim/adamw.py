@@ -40,46 +40,63 @@ class Run:
     rule: Rule
 
 
-@torch.no_grad()
-def adamw_update(runs: Sequence[Run], config: OptimizerConfig, lr: float, step: Tensor) -> None:
-    """Update all runs in place with rate `lr`; `step` is the update number t as a 0-d fp32 tensor.
+class AdamW:
+    """Updates a fixed set of runs: those of one rule in one kernel call, sorted out once."""
 
-    Gradients must be reduced and clipped already.
-    """
-    for rule in dict.fromkeys(run.rule for run in runs):
-        group = [run for run in runs if run.rule == rule]
-        narrow = [run for run in group if run.exp_avg.dtype != run.weight.dtype]
-        _fused([run for run in group if run.exp_avg.dtype == run.weight.dtype], config, lr, step)
-        for run in narrow:
-            _update_narrow(run, config, lr, step)
+    def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
+        self._config = config
+        self._narrow = [run for run in runs if run.exp_avg.dtype != run.weight.dtype]
+        wide = [run for run in runs if run.exp_avg.dtype == run.weight.dtype]
+        self._groups = [
+            (rule, _columns([run for run in wide if run.rule == rule]))
+            for rule in dict.fromkeys(run.rule for run in wide)
+        ]
+
+    @torch.no_grad()
+    def update(self, lr: float, step: Tensor) -> None:
+        """Update all runs in place with rate `lr`; `step` is the update number t, 0-d fp32.
+
+        Gradients must be reduced and clipped already.
+        """
+        for rule, columns in self._groups:
+            _fused(columns, rule, self._config, lr, step)
+        for run in self._narrow:
+            self._update_narrow(run, lr, step)
+
+    def _update_narrow(self, run: Run, lr: float, step: Tensor) -> None:
+        """The same update of a run whose moments are stored in fewer bits than its weights."""
+        for start in range(0, len(run.weight), _BLOCK):
+            here = slice(start, start + _BLOCK)
+            stored = run.exp_avg[here], run.exp_avg_sq[here]
+            m, v = (moment.to(run.weight.dtype) for moment in stored)
+            columns = ([run.weight[here]], [run.grad[here]], [m], [v])
+            _fused(columns, run.rule, self._config, lr, step)
+            stored[0].copy_(m)
+            stored[1].copy_(v)
 
 
-def _update_narrow(run: Run, config: OptimizerConfig, lr: float, step: Tensor) -> None:
-    """The same update of a run whose moments are stored in fewer bits than its weights."""
-    for start in range(0, len(run.weight), _BLOCK):
-        here = slice(start, start + _BLOCK)
-        stored = run.exp_avg[here], run.exp_avg_sq[here]
-        wide = [moment.to(run.weight.dtype) for moment in stored]
-        part = Run(run.weight[here], run.grad[here], wide[0], wide[1], run.rule)
-        _fused([part], config, lr, step)
-        for moment, value in zip(stored, wide, strict=True):
-            moment.copy_(value)
+Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
-def _fused(group: Sequence[Run], config: OptimizerConfig, lr: float, step: Tensor) -> None:
-    if not group:
-        return
-    torch._fused_adamw_(
+def _columns(group: Sequence[Run]) -> Columns:
+    """Weights, gradients and moments of runs, as the kernel takes them."""
+    return (
         [run.weight for run in group],
         [run.grad for run in group],
         [run.exp_avg for run in group],
         [run.exp_avg_sq for run in group],
+    )
+
+
+def _fused(columns: Columns, rule: Rule, config: OptimizerConfig, lr: float, step: Tensor) -> None:
+    torch._fused_adamw_(
+        *columns,
         [],
-        [step] * len(group),
-        lr=lr * group[0].rule.lr_scale,
+        [step] * len(columns[0]),
+        lr=lr * rule.lr_scale,
         beta1=config.beta1,
         beta2=config.beta2,
-        weight_decay=group[0].rule.weight_decay,
+        weight_decay=rule.weight_decay,
         eps=config.eps,
         amsgrad=False,
         maximize=False,

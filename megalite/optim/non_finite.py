@@ -19,7 +19,7 @@ _NAMED = 4
 
 
 class SkipPolicy:
-    """Decides; `num_skips` counts steps in a row that the settings, not the loss scale, let pass."""
+    """Decides; `num_skips` counts steps in a row that only the settings let pass."""
 
     def __init__(self, config: OptimizerConfig, scaler: LossScaler) -> None:
         self._config, self._scaler = config, scaler

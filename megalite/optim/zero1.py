@@ -25,7 +25,7 @@ from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis, Mesh
 from megalite.distributed.precision import DTYPES
-from megalite.optim.adamw import adamw_update
+from megalite.optim.adamw import AdamW
 from megalite.optim.buffers import Chunk, ChunkBuffers
 from megalite.optim.grad_reduce import GradReducer
 from megalite.optim.groups import require_matches, rule_of
@@ -98,6 +98,7 @@ class DistributedOptimizer:
         self._bucket_shards = [s for chunk_shard in self._shards for s in chunk_shard.shards]
         self._pieces = [piece for shard in self._bucket_shards for piece in shard.pieces()]
         self._runs = [run for shard in self._bucket_shards for run in shard.runs()]
+        self._adamw = AdamW(self._runs, config)
         self._counted, self._uncounted = self._split_counted()
         self._step_tensor = torch.zeros((), dtype=torch.float32, device=device)
         self._num_updates = 0
@@ -283,7 +284,7 @@ class DistributedOptimizer:
                 shard.grad.mul_(coefficient)
         self._num_updates += 1
         self._step_tensor.fill_(self._num_updates)
-        adamw_update(self._runs, self._config, lr, self._step_tensor)
+        self._adamw.update(lr, self._step_tensor)
         muon_update(self._bucket_shards, self._mesh.tp, self._config, lr)
         if self._config.ema_decay is not None:
             for shard in self._bucket_shards:
