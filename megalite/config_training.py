@@ -55,6 +55,12 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
 
 def _ramp_batches(config: RunConfig, dp: int) -> Iterator[str]:
     """Batches on the way that a replica could not cut into microbatches."""
+    schedule = config.pipeline.schedule
+    if ramp_sizes(config) and schedule is not None and schedule.startswith("file:"):
+        yield (
+            f"pipeline.schedule={schedule} is for one number of microbatches, but the batch ramp "
+            "has several; use a named schedule, or remove the ramp"
+        )
     unit = config.train.micro_batch * dp
     bad = [size for size in ramp_sizes(config) if size % unit]
     if bad:

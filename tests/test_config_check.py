@@ -197,6 +197,10 @@ def test_the_plain_config_is_valid() -> None:
           "train__batch_ramp_tokens": 9}, None,
          "train.batch_ramp_start=16 is not below train.global_batch=16; use a smaller start, or "
          "remove the ramp"),
+        ({"train__batch_ramp_start": 8, "train__batch_ramp_increment": 8, "parallel__pp": 2,
+          "train__batch_ramp_samples": 99, "pipeline__schedule": "file:mine.csv"}, None,
+         "pipeline.schedule=file:mine.csv is for one number of microbatches, but the batch ramp "
+         "has several; use a named schedule, or remove the ramp"),
         ({"train__batch_ramp_start": 2, "train__batch_ramp_increment": 1,
           "train__batch_ramp_tokens": 9, "parallel__dp": 2}, None,
          "the batch ramp (train.batch_ramp_start=2, train.batch_ramp_increment=1) passes through "

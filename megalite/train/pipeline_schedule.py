@@ -18,7 +18,9 @@ def make_schedule(config: RunConfig, num_micro_batches: int) -> Schedule:
     pp, vpp, name = config.parallel.pp, config.parallel.vpp, str(config.pipeline.schedule)
     if name == AUTO:
         limit = config.pipeline.max_activations
-        name = tune(pp, vpp, num_micro_batches, modelled_durations(config), limit)[0].name
+        # Chosen for the full batch: while a batch grows, stages must not change their ranks.
+        full = config.train.global_batch // (config.train.micro_batch * (config.parallel.dp or 1))
+        name = tune(pp, vpp, full, modelled_durations(config), limit)[0].name
     if name.startswith(FILE):
         schedule = read_file(name[len(FILE) :], pp, vpp, num_micro_batches)
     else:

@@ -85,8 +85,9 @@ def test_every_layout_takes_the_same_steps(pool: RankPool, folder: Path) -> None
     exact = {"train__dtype": "float64"}
     serial = ramp(folder, "exact", **exact)
     ((wanted,),) = pool.run(train, 1, [(serial, None)])
-    for layout, stop in (("interleaved", 4), ("zero1", 5)):
-        config = ramp(folder, f"exact-{layout}", layout, **exact)
+    automatic = {"pipeline__schedule": "auto", "train__recompute": "stage"}
+    for layout, stop, more in (("interleaved", 4, automatic), ("zero1", 5, {})):
+        config = ramp(folder, f"exact-{layout}", layout, **exact, **more)
         ranks = pool.run(train, world_size(config), [(config, stop), (config, None)])
         assert [[o.code for o in rank] for rank in ranks] == [[75, 0]] * world_size(config)
         dp = config.parallel.dp or 1
