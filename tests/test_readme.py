@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     'megalite generate runs/quickstart --prompt "def read_" --tokens 64': ({}, ""),
     "megalite info runs/quickstart": ({}, ""),
     "megalite doctor": ({}, ""),
+    "megalite schedule zb-v --stages 4 --microbatches 8": ({}, ""),
     "python -m tests.parity": ({}, "--first 2"),
     "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 "
     "--no-python megalite train configs/runs/llama-8b-64gpu.toml": (

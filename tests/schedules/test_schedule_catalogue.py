@@ -302,3 +302,12 @@ def test_a_long_schedule_is_one_pass_over_its_actions() -> None:
     schedule = build("interleaved", 16, 4, 256)
     line = simulate(schedule, Durations.even(16, 4))
     assert sum(map(len, line.starts)) == sum(map(len, schedule.ranks)) == 2 * 16 * 4 * 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_size_up_to_eight_ranks_four_chunks_and_32_microbatches_is_proven(name: str) -> None:
+    for p in range(1, 9):
+        for v in sorted({chunks_of(name, v) for v in range(1, 5)}):
+            for m in range(2 * p if name == "dualpipe-v" else 1, 33):
+                check_program(lower(build(name, p, v, m)))
