@@ -40,7 +40,8 @@ def use_deterministic(on: bool) -> None:
     torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.benchmark = False
     # Filling every new buffer would find reads of memory not written, at the price of each write.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
 
 
 def determinism() -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_extras_are_the_same_at_every_layout(pool: RankPool, folder: Path) -> No
     run(pool, folder, "serial", **EXTRAS)
     for layout, changes in (
         ("tp2", {"train__loss_chunk_tokens": 7}),
-        ("interleaved", {"train__micro_batch": 2}),
+        ("interleaved", {"train__micro_batch": 2, "train__recompute": "stage"}),
         ("zero1", {"train__micro_batch": 2}),
     ):
         run(pool, folder, layout, layout, **EXTRAS, **changes)
