@@ -13,7 +13,7 @@ from megalite.kernels.triton_attention_backward import attention_backward
 from megalite.kernels.triton_attention_tiles import Drop, Tiles
 from torch import Tensor
 
-from tests.kernels.triton.kit import assert_near, assert_same_bits, draw, exact
+from tests.kernels.triton.kit import assert_near, assert_same_bits, draw, exact, far_rows
 
 SMALL = Tiles(32, 32, 4, 1)
 
@@ -209,6 +209,21 @@ def test_views_and_memory_without_alignment_give_the_same_result() -> None:
     same = attention_backward(dense, q, k, v, *arguments, dq_tiles=SMALL, dkdv_tiles=SMALL)
     assert all(torch.equal(a, b) for a, b in zip(got, same, strict=True))
     assert do.shape == o.shape
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_rows_beyond_two_to_the_31_elements(tma: bool) -> None:
+    case = Case((3,), 1, 1, 16, tma=tma)
+    near = inputs(case, torch.bfloat16)
+    far = [far_rows(x.view(3, 16)).as_strided((3, 1, 16), (1 << 30, 16, 1)) for x in near]
+    results = []
+    for q, k, v, do in (near, far):
+        o, lse = attention_forward(q, k, v, case.mask(), tiles=SMALL, tma=tma)
+        stats = attention_delta(o, do, lse)
+        tiles = {"dq_tiles": SMALL, "dkdv_tiles": SMALL}
+        grads = attention_backward(do, q, k, v, stats, case.mask(), tma=tma, **tiles)
+        results.append([o, lse, stats, *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("tma", [False, True])

@@ -114,6 +114,15 @@ def test_rope_takes_positions_and_head_transposed_views() -> None:
     assert_near(rope_(transposed, cos.float(), sin.float(), position.int()), want)
 
 
+def test_rope_of_rows_beyond_two_to_the_31_elements() -> None:
+    near = draw(3, 16, dtype=torch.bfloat16)
+    far = far_rows(near)
+    tables_32 = [table.float() for table in tables(3, 16)]
+    want = rope_(near.view(3, 1, 1, 16), *tables_32)
+    rope_(far.as_strided((3, 1, 1, 16), (far.stride(0), 16, 16, 1)), *tables_32)
+    assert torch.equal(far, want.view(3, 16))
+
+
 def test_rope_bits_and_errors() -> None:
     x = draw(3, 4, 5, 16)
     cos, sin = (table.float() for table in tables(3, 16))
