@@ -11,6 +11,7 @@ import pytest
 from megalite.config_keys import keys
 from megalite.config_resume import HORIZON, accepted, may_change
 from megalite.errors import ConfigError, MegaliteError
+from megalite.train.agreement import require_same_config
 from megalite.train.trainer import Trainer
 from tests.pool import RankPool
 from tests.train.kit import (
@@ -138,6 +139,25 @@ def test_a_wsd_plateau_may_be_made_longer_until_it_ends(pool: RankPool, folder: 
     rates = [line["lr"] for line in lines(folder / "run", "step")]
     assert rates[1:8] == [1e-2] * 7
     assert rates[8] < 1e-2
+
+
+def agree(ctx: Any, folder: Path, odd_rank: int) -> str:
+    """Runs in a rank: `odd_rank` accepts more than the others."""
+    accept = accepted(["optimizer.lr,train.seed" if ctx.rank == odd_rank else "optimizer.lr"])
+    try:
+        require_same_config(make_config(folder, "run", "dp2"), ctx.mesh(dp=2), accept)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_must_accept_the_same(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(agree, 2, tmp_path, -1) == ["", ""]
+    told = pool.run(agree, 2, tmp_path, 1)
+    assert told == [told[0]] * 2
+    assert told[0].startswith(
+        "rank 1 has --accept='optimizer.lr,train.seed', rank 0 has 'optimizer.lr'\n"
+    )
 
 
 def test_the_table_has_a_place_for_every_setting() -> None:
