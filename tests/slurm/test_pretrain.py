@@ -150,12 +150,14 @@ def test_runs_go_on_over_a_time_limit_and_over_a_killed_rank(jobs: Jobs) -> None
 
 def test_mistakes_and_scancel_end_a_job_for_good_and_srun_alone_trains(jobs: Jobs) -> None:
     typo = jobs.submit(jobs.config("typo", 3), "optimizer.lrr=1")
-    unready = jobs.submit(jobs.config("unready", 3, checkpoint__resume="must"))
-    cancelled = jobs.submit(jobs.config("cancelled", FOREVER))
+    small: Any = {"parallel__dp": 1}  # for one node
+    config = jobs.config("unready", 3, checkpoint__resume="must", **small)
+    unready = jobs.submit(config, "--nodes=1")
+    cancelled = jobs.submit(jobs.config("cancelled", FOREVER, **small), "--nodes=1")
     # Meanwhile the same verb under srun alone, without torchrun.
     srun = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1"]
     address = {"MASTER_ADDR": "127.0.0.1"}  # nodes of this cluster have no names of their own
-    jobs.cluster.run(*srun, "megalite", "train", jobs.config("plain", 2, parallel__dp=1), **address)
+    jobs.cluster.run(*srun, "megalite", "train", jobs.config("plain", 2, **small), **address)
     assert step_numbers(jobs.run_folder("plain"))[-1][0] == 2
     wait_until(lambda: jobs.has_done("cancelled", 1), lambda: told(jobs, "cancelled", cancelled))
     jobs.cluster.run("scancel", cancelled)
