@@ -176,11 +176,8 @@ def rows(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
                 "triton": triton.__version__,
                 "arch": f"sm_{capability}",
                 "case": name,
-                **(
-                    describe(kernel)
-                    if capability == 90
-                    else {"kernel": kernel.metadata.name.strip("_")}
-                ),
+                "kernel": kernel.metadata.name.strip("_"),
+                **(describe(kernel) if capability == 90 else {}),
             }
 
 
