@@ -99,8 +99,8 @@ def test_the_plain_config_is_valid() -> None:
          "set parallel.vpp=1 or pipeline.schedule=gpipe or interleaved"),
         ({"parallel__pp": 4, "parallel__vpp": 3}, None,
          "model.num_layers=8 is too few for parallel.pp=4 x parallel.vpp=3 = 12 stages, some of "
-         "which would have no layer; use at most 8 stages (parallel.vpp=2 or fewer), at least 12 layers, "
-         "or parallel.stage_layers (where a stage may have 0)"),
+         "which would have no layer; use at most 8 stages (parallel.vpp=2 or fewer), at least "
+         "12 layers, or parallel.stage_layers (where a stage may have 0)"),
         ({"parallel__pp": 2, "parallel__stage_layers": [3, 3, 2]}, None,
          "parallel.stage_layers has 3 entries, parallel.pp=2 x parallel.vpp=1 = 2 stages need 2; "
          "give one number for each stage"),
