@@ -205,6 +205,7 @@ LAYOUTS = [
     Case(pp=2, vpp=2, schedule="interleaved", dp=2, zero=1, kv_heads=2, mask="documents"),
     Case(dp=3, zero=1, kv_heads=2, m=1),
     Case(tp=4, kv_heads=4, overlap=False),
+    Case(tp=2, dp=2, zero=1, family="gpt2", dropout=True, m=1),
     Case(tp=2, sp=True, pp=2, dp=2, zero=1, kv_heads=2, recompute="full"),
 ]
 
