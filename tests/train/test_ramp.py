@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalite.config import RunConfig
+from megalite.train.console import Console
+from megalite.train.trainer import Trainer
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit import (
@@ -78,6 +82,26 @@ def test_stages_lengths_and_rates_follow_the_plan(pool: RankPool, folder: Path) 
 
     assert step_numbers(folder / "stopped") == step_numbers(folder / "straight")
     assert not different(*(checkpoint_tensors(folder / n, 8) for n in ("straight", "stopped")))
+
+
+def watched(ctx: Any, config: RunConfig, stop_at: int) -> tuple[list[Any], list[int]]:
+    """Runs in a rank: what the progress bar is told, of the way and of each step's end."""
+    ways: list[Any] = []
+    ends: list[int] = []
+    console = Console(quiet=True)
+    console.progress = lambda *way: ways.append(way) or nullcontext()  # type: ignore[method-assign]
+    console.advance = ends.append  # type: ignore[method-assign]
+    for stop in (stop_at, None):
+        Trainer(config, ctx.mesh(), console).run(stop)
+    return ways, ends
+
+
+def test_progress_counts_samples_so_that_the_time_left_is_right(
+    pool: RankPool, folder: Path
+) -> None:
+    ((ways, ends),) = pool.run(watched, 1, ramp(folder, "watched"), 4)
+    assert ways == [(0, STARTS[-1]), (STARTS[4], STARTS[-1])]
+    assert ends == STARTS[1:]
 
 
 @pytest.mark.long
