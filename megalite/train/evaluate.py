@@ -9,7 +9,7 @@ of tokens that count.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,18 +33,33 @@ class EvalResult:
     tokens: int
 
 
-def evaluate(engine: Engine, sets: Sequence[EvalSet], at_end: bool) -> list[EvalResult]:
-    """Losses of the sets that are due, in order; all ranks call it.
+def evaluate(
+    engine: Engine,
+    sets: Sequence[EvalSet],
+    at_end: bool,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[EvalResult] | None:
+    """Losses of the sets that are due, in order; all ranks call it. None when `stop` said so.
 
-    `at_end`: the run is over, so that sets kept for its end are due as well.
+    `at_end`: the run is over, so that sets kept for its end are due as well. `stop` is asked
+    before each batch, on all ranks, and must answer alike.
     """
     engine.mesh.ledger.phase = "evaluation"
+    results = []
     with engine.evaluation_weights():
-        return [evaluate_set(engine, each) for each in sets if at_end or not each.at_end]
+        for each in sets:
+            if at_end or not each.at_end:
+                result = evaluate_set(engine, each, stop)
+                if result is None:
+                    return None
+                results.append(result)
+    return results
 
 
-def evaluate_set(engine: Engine, eval_set: EvalSet) -> EvalResult:
-    """One pass over a set (eval.batches of it, where that is set)."""
+def evaluate_set(
+    engine: Engine, eval_set: EvalSet, stop: Callable[[], bool] = lambda: False
+) -> EvalResult | None:
+    """One pass over a set (eval.batches of it, where that is set); None when `stop` said so."""
     config, mesh = engine.config, engine.mesh
     steps = eval_set.batches.num_steps(config.train.global_batch)
     if config.eval.batches is not None:
@@ -53,6 +68,8 @@ def evaluate_set(engine: Engine, eval_set: EvalSet) -> EvalResult:
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with _reader(eval_set, config, mesh, steps) as reader:
         for step in range(steps):
+            if stop():
+                return None
             micro = reader.step(step)
             total[0] += engine.forward_only(token_batches(micro, 1.0, mesh.device))
             if counts:

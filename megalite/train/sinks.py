@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalite.config import RunConfig
-from megalite.train.records import MetricsFile
+from megalite.train.records import MetricsFile, read_lines
 
 Warn = Callable[[str], None]
 
@@ -50,6 +50,11 @@ class Recorder:
         record = {"kind": kind, "attempt": self.attempt, **values}
         for sink in list(self._sinks):
             self._guarded(sink, partial(sink.write, record))
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether the record has a line of this kind for a step, of this attempt or another."""
+        lines = read_lines(self._file.path).sound
+        return any(line["kind"] == kind and line.get("step") == step for line in lines)
 
     def close(self, exit_code: int) -> None:
         self._file.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -125,28 +125,34 @@ class Trainer:
                 together(self.mesh, lambda: self._open_folder() if self.mesh.rank == 0 else None)
                 done, total = self._progress(self.step), self._progress(self.total_steps)
                 with self.console.progress(done, total):
-                    self._train(flag, stop_at)
-                if self.step == self.total_steps:
+                    finished = self._train(flag, stop_at)
+                if finished:
                     return self._leave(0, "finished")
                 return self._leave(EXIT_SAVED_ON_SIGNAL, flag.name or "stopped")
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _train(self, flag: SignalFlag, stop_at: int | None) -> None:
-        """Steps until the last one, a signal on any rank or `stop_at`; the last state is saved."""
-        last = self.total_steps
+    def _train(self, flag: SignalFlag, stop_at: int | None) -> bool:
+        """Steps until the last one, a signal on any rank or `stop_at`; whether the run is finished.
+
+        State is saved before an evaluation, which may take long. A signal cuts an evaluation short
+        or leaves it out; the next attempt makes up for it.
+        """
         self.clock.begin()
         leaving = self.step == stop_at
-        while self.step < last and not leaving:
-            leaving = self._step(flag).signalled or self.step == stop_at
-            if leaving:
-                self._save()  # first: who asked may not wait for the evaluation
-            self._evaluate_if_due()
-            if not leaving and self._due(self.config.checkpoint.interval):
+        if self.step and not leaving and not self._was_evaluated():
+            leaving = not self._evaluate_if_due(flag)
+        while self.step < self.total_steps and not leaving:
+            signalled = self._step(flag).signalled
+            done = self.step == self.total_steps
+            leaving = signalled or (self.step == stop_at and not done)
+            if leaving or done or self._due(self.config.checkpoint.interval):
                 self._save()
+            leaving = leaving or not self._evaluate_if_due(flag)
         if self.saved_step != self.step:
             self._save()
+        return self.step == self.total_steps and not (leaving and self._evaluation_due())
 
     def _step(self, flag: SignalFlag) -> StepEdge:
         config, train, ledger, clock = self.config, self.config.train, self.mesh.ledger, self.clock
@@ -273,21 +279,49 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluation_due(self) -> bool:
         interval = self.config.eval.interval
-        if interval and (self._due(interval) or self.step == self.total_steps):
-            self.clock.stop()  # what an evaluation takes belongs to no step
-            self.evaluate()
-            self.clock.begin()
+        return interval > 0 and (self._due(interval) or self.step == self.total_steps)
 
-    def evaluate(self) -> None:
-        """Write the loss of each validation set that is due; the weights stay as they are."""
-        for result in evaluate(self.engine, self.data.sets, self.step == self.total_steps):
+    def _was_evaluated(self) -> bool:
+        """Whether an earlier attempt wrote the losses of this step: rank 0 reads its record."""
+        if not self._evaluation_due():
+            return True
+        mine = self.metrics is not None and self.metrics.has("eval", self.step)
+        found: bool = comm.broadcast_object(mine, self.mesh.world)
+        return found
+
+    def _signalled(self, flag: SignalFlag) -> bool:
+        """Whether any rank has had a signal; all ranks ask together."""
+        mine = torch.tensor([float(flag.raised)], device=self.mesh.device)
+        return bool(comm.all_reduce(mine, self.mesh.world, op="max")[0] > 0)
+
+    def _evaluate_if_due(self, flag: SignalFlag) -> bool:
+        """False if it was due and a signal cut it short."""
+        if not self._evaluation_due():
+            return True
+        self.clock.stop()  # what an evaluation takes belongs to no step
+        whole = self.evaluate(lambda: self._signalled(flag))
+        self.clock.begin()
+        return whole
+
+    def evaluate(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Write the loss of each validation set that is due; the weights stay as they are.
+
+        `stop` is asked between batches, on all ranks; if it says so nothing is written, and False
+        is returned.
+        """
+        results = evaluate(self.engine, self.data.sets, self.step == self.total_steps, stop)
+        if results is None:
+            self.console.print(f"step {self.step:5d}: evaluation cut short; it is made up for")
+            return False
+        for result in results:
             if self.metrics is not None:
                 self.metrics.write("eval", step=self.step, **asdict(result))
                 self.console.print(
                     self.lines.evaluation(self.step, result.name, result.loss, result.tokens)
                 )
+        return True
 
     def _save(self) -> None:
         began = time.perf_counter()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.errors import ConfigError, DataError
 from megalite.train.agreement import require_same_config
 from megalite.train.datasets import open_data
-from megalite.train.records import lock_folder
+from megalite.train.records import lock_folder, read_metrics
+from megalite.train.signals import EXIT_SAVED_ON_SIGNAL
 from tests.pool import RankPool
-from tests.train.kit import lines, make_config, train, write_tokens
+from tests.train.kit import lines, make_config, make_trainer, train, write_tokens
 
 
 def agree(ctx: Any, config: RunConfig, odd_rank: int, odd: RunConfig) -> str:
@@ -81,3 +84,45 @@ def test_another_tokenizer_than_the_datasets_is_refused(tmp_path: Path) -> None:
     open_data(make_config(tmp_path, "run", data__tokenizer=str(made_by)))
     with pytest.raises(DataError, match=r"b\.model .* did not make .*data, which a\.model did"):
         open_data(make_config(tmp_path, "run", data__tokenizer=str(other)))
+
+
+def test_state_is_saved_before_an_evaluation(pool: RankPool, tmp_path: Path) -> None:
+    write_tokens(tmp_path / "data", 60)
+    options = {"eval__interval": 2, "data__split": (0.8, 0.2), "checkpoint__interval": 2}
+    config = make_config(tmp_path, "order", train__steps=4, **options)
+    pool.run(train, 1, [(config, None)])
+    kinds = [line["kind"] for line in read_metrics(tmp_path / "order" / "metrics.jsonl")]
+    done = ["step", "step", "checkpoint", "eval"]
+    assert kinds == ["run", *done, *done, "end"]
+
+
+def cut_short(ctx: Any, config: RunConfig) -> list[int]:
+    """Runs in a rank: exit codes of a run that is signalled in an evaluation, and of the next."""
+    codes = []
+    for attempt in range(2):
+        trainer = make_trainer(ctx, config)
+        forward, seen = trainer.engine.forward_only, 0
+
+        def listen(batches: Any, trainer: Any = trainer, forward: Any = forward) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == 3 and ctx.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)  # to one rank only
+            return forward(batches)
+
+        if attempt == 0:
+            trainer.engine.forward_only = listen  # type: ignore[method-assign]
+        codes.append(trainer.run())
+    return codes
+
+
+def test_a_signal_cuts_an_evaluation_short_and_the_next_attempt_makes_up_for_it(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Two batches a set: the signal comes in the second evaluation, which is the last step's."""
+    write_tokens(tmp_path / "data", 60)
+    options = {"eval__interval": 2, "eval__batches": 2, "data__split": (0.8, 0.2)}
+    config = make_config(tmp_path, "cut", "dp2", train__steps=4, **options)
+    assert pool.run(cut_short, 2, config) == [[EXIT_SAVED_ON_SIGNAL, 0]] * 2
+    assert [line["step"] for line in lines(tmp_path / "cut", "eval")] == [2, 4]
+    assert [line["step"] for line in lines(tmp_path / "cut", "step")] == [1, 2, 3, 4]
