@@ -24,6 +24,7 @@ FAULTS = {
     "invalid UTF-8": "text must be UTF-8",
     "byte order mark": "text must not start with U+FEFF",
     "broken JSON": "a line must be one whole JSON object",
+    "JSON beyond limits": "numbers may have 4300 digits, and nesting about 1000 levels",
     "not a JSON object": "a line must be a JSON object that holds the text under a key",
     "missing key": "each document must have the key that holds the text (--key)",
     "null": "the text must be a string, not null",
@@ -191,8 +192,10 @@ def _record(line: bytes, key: str) -> tuple[str, str]:
             return "", fault
         try:
             record = json.loads(text)
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError:
             return "", "broken JSON"
+        except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting
+            return "", "JSON beyond limits"
     if len(line) > MAX_DOCUMENT_BYTES:
         return "", "too long"
     if not isinstance(record, dict):

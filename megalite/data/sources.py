@@ -86,6 +86,8 @@ def _read_one(path: Path, key: str, before_bytes: int) -> Iterator[Chunk]:
             yield from texts.flush(before_bytes + _size(path))
         else:
             with path.open("rb") as raw:
+                if path.suffix in (".gz", ".zst") and not _size(path):
+                    raise EOFError("it is empty, which no compressed file is")
                 for chunk in cut_lines(_decompressed(path, raw), str(path)):
                     yield _at(chunk, before_bytes + raw.tell())
     except (OSError, EOFError, zlib.error) as error:
@@ -143,8 +145,13 @@ def cut_lines(stream: _Stream, path: str) -> Iterator[Chunk]:
             kept += block
             if len(kept) > MAX_DOCUMENT_BYTES:
                 yield Chunk("texts", b"", "", 1, (0,), (f"{path}:{first}",), {0: "too long"})
-                kept = bytearray(_past_line(stream))
                 first += 1
+                rest = _past_line(stream)  # whole lines may follow in it, and a part of the next
+                end = rest.rfind(b"\n") + 1
+                if end:
+                    yield Chunk("lines", rest[:end], path, first)
+                    first += rest.count(b"\n")
+                kept = bytearray(rest[end:])
     if kept:
         yield Chunk("lines", bytes(kept), path, first)
 

@@ -33,8 +33,8 @@ BAD_LINES = {
 }
 MORE_BAD = [
     ("broken JSON", b'{"text": "a"} {"text": "b"}\n'),
-    ("broken JSON", b"[" * 100_000 + b"\n"),
-    ("broken JSON", b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n"),
+    ("JSON beyond limits", b"[" * 100_000 + b"\n"),
+    ("JSON beyond limits", b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n"),
     ("empty", line(" \t\n\u00a0")),
     ("not a string", line(["a"])),
     ("not a string", line(False)),
@@ -120,6 +120,40 @@ def test_a_line_over_the_limit_is_read_past(
     texts, report = read(path, policy="skip")
     assert texts == ["good one"] * (2 if last else 1)
     assert report.places == [f"{path}:2: too long"]
+
+
+def test_lines_between_two_that_are_too_long_are_kept_under_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (documents, sources):
+        monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100)
+    path = tmp_path / "a.jsonl"
+    long = line("y" * 3_000_000)
+    path.write_bytes(long + GOOD * 1000 + long + GOOD + b"{bad\n")
+    texts, report = read(path, policy="skip")
+    assert texts == ["good one"] * 1001
+    assert report.places == [
+        f"{path}:1: too long",
+        f"{path}:1002: too long",
+        f"{path}:1004: broken JSON",
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_of_no_bytes_is_no_empty_corpus(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.touch()
+    with pytest.raises(DataError, match=r"cannot be read to its end: it is empty"):
+        read(path, policy="skip")
+
+
+@pytest.mark.parametrize("value", ["9" * 10_000, "[" * 100_000 + "]" * 100_000])
+def test_json_that_the_parser_cannot_hold_is_called_that(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + f'{{"text": "t", "n": {value}}}\n'.encode())
+    texts, report = read(path, policy="skip")
+    assert texts == ["good one"]
+    assert report.places == [f"{path}:2: JSON beyond limits"]
 
 
 def test_another_key(tmp_path: Path) -> None:
