@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config_check import require_valid, resolve
 from megalite.config_load import load_config
 from megalite.distributed.launcher import Launch, read_launch
@@ -146,12 +145,6 @@ def check(options: argparse.Namespace, launch: Launch, path: str) -> None:
         raise ConfigError(
             f"the layout needs {needed} processes, this is {launch.world_size}; add --local, or "
             f"start {needed} with torchrun or srun"
-        )
-    steps = horizon_steps(config, batch_plan(config))
-    if steps < options.warmup + options.steps:
-        raise ConfigError(
-            f"train.steps={steps} is less than {options.warmup} steps of warm-up and "
-            f"{options.steps} that count; give fewer by --warmup and --steps"
         )
 
 

@@ -33,6 +33,7 @@ from megalite.train import metrics
 from megalite.train.console import Console
 from megalite.train.rank import launched
 from megalite.train.records import TIME_PARTS, read_metrics
+from megalite.train.signals import SignalFlag
 from megalite.train.trainer import Trainer
 
 # Random tokens in the synthetic data at most: longer measurements read it again.
@@ -48,8 +49,8 @@ class MeasuredTrainer(Trainer):
     def _save(self) -> None:
         self.saved_step = self.step
 
-    def _evaluate_if_due(self) -> None:
-        pass
+    def _evaluate_if_due(self, flag: SignalFlag) -> bool:
+        return True
 
 
 def main(order: dict[str, Any]) -> int:
@@ -70,15 +71,19 @@ def main(order: dict[str, Any]) -> int:
 
 
 def for_measuring(config: RunConfig, order: dict[str, Any]) -> RunConfig:
-    """The config with nothing to evaluate, its records in the work folder, and random data."""
-    data = config.data
+    """The config for just the steps to measure, with nothing to evaluate, its records in the work
+    folder, and random data, all of it to train on.
+    """
+    data, train = config.data.model_copy(update={"split": (1.0, 0.0)}), config.train
     if not order["data"]:
         changes = {"path": str(Path(order["work"]) / "tokens"), "sources": (), "tokenizer": None}
         data = data.model_copy(update=changes)
+    length = {"steps": order["warmup"] + order["steps"], "tokens": None}
     return config.model_copy(
         update={
             "out": order["work"],
             "data": data,
+            "train": train.model_copy(update=length),
             "eval": config.eval.model_copy(update={"interval": 0, "sets": ()}),
         }
     )

@@ -242,7 +242,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     """Does the schedule exist, and for this number of chunks and microbatches?"""
     pp, vpp, name = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
     limit, traced = config.pipeline.max_activations, config.pipeline.trace_step
-    if traced is not None and config.train.steps is not None and traced > config.train.steps:
+    if traced is not None and config.train.tokens is None and traced > config.train.steps:
         yield (
             f"pipeline.trace_step={traced} is after the last step, train.steps="
             f"{config.train.steps}; use at most that"
