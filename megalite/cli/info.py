@@ -45,7 +45,7 @@ def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:
     )
     yield f"loss         {_number(found['loss'])}"
     for name, loss in found["evaluations"].items():
-        yield f"  {name:<11}{_number(loss)}"
+        yield f"  {name:<10} {_number(loss)}"
     if found["skipped_steps"]:
         yield f"skipped      {found['skipped_steps']} steps without an update"
     yield from _software(found)

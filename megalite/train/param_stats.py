@@ -100,7 +100,7 @@ def group_of(parameter: str) -> str:
         return "norms"
     if parts[0] == "layers":
         return f"layers.{parts[1]}"
-    return "embedding" if "embedding" in parts[0] else parts[0]
+    return "embedding" if "embedding" in parts[0] or parts[0] == "position" else parts[0]
 
 
 def _add_weights(row: Tensor, weight: Tensor, old: Tensor) -> None:
