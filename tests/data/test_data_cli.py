@@ -149,7 +149,7 @@ def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
         while not (record.exists() and record.stat().st_size):
             time.sleep(0.01)
         running.send_signal(number)
-        _, stderr = running.communicate(timeout=60)
+        _, stderr = running.communicate(timeout=300)
         held.flush()
     assert running.returncode == 75
     assert stderr == (

@@ -14,7 +14,7 @@ from tests.pipeline.tiny import problems
 
 pytestmark = pytest.mark.long
 
-NUM_SCHEDULES, LONGEST_SLEEP_S = 200, 0.05
+NUM_SCHEDULES, NUM_PARTS, LONGEST_SLEEP_S = 200, 10, 0.05
 # So many actions sleep that a pass takes a second or so; where, is drawn for each rank by itself.
 SLEEPS_PER_PASS = 4
 
@@ -49,8 +49,8 @@ def run_disturbed(ctx: Any, p: int, seeds: range) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_schedules_with_random_sleeps(pool: Any, part: int) -> None:
-    count = NUM_SCHEDULES // 4
+    count = NUM_SCHEDULES // NUM_PARTS
     seeds = range(part * count, (part + 1) * count)
     assert pool.run(run_disturbed, 4, 4 if part % 2 else 2, seeds) == [[]] * 4

@@ -144,7 +144,7 @@ def test_off_costs_nothing(pool: RankPool, folder: Path) -> None:
     ("name", "group"),
     [
         ("embedding.weight", "embedding"),
-        ("position_embedding.weight", "embedding"),
+        ("position.weight", "embedding"),
         ("layers.11.attention.qkv.weight", "layers.11"),
         ("layers.11.attention.q_norm.weight", "norms"),
         ("layers.3.mlp_norm.bias", "norms"),
