@@ -143,7 +143,13 @@ def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
     (folder / "a.jsonl").write_bytes(BAD_LINES + source.read_bytes())
     (folder / "b.jsonl").symlink_to(pipe)
     command = [*MAIN, "data", "prepare", str(folder), "--out", str(out), *options]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # As at a terminal: a suite that was started in the background hands on an ignored Ctrl-C.
+    running = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     with pipe.open("wb") as held:  # opens once the command reads
         record = Path(f"{out}.unfinished/record")
         while not (record.exists() and record.stat().st_size):
