@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +31,7 @@ class AllocationMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                self._known.add(leaf.untyped_storage()._cdata)  # was there before, or is counted
+                self._know(leaf.untyped_storage(), 0)  # was there before, or is counted
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -42,13 +42,18 @@ class AllocationMeter(TorchDispatchMode):
         storage = x.untyped_storage()
         if storage._cdata in self._known:
             return
-        self._known.add(storage._cdata)
         size = storage.nbytes()
+        self._know(storage, size)
         self.alive_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         self.largest_bytes = max(self.largest_bytes, size)
         self.largest_elements = max(self.largest_elements, size // x.element_size())
-        weakref.finalize(storage, self._forget, storage._cdata, size)
+
+    def _know(self, storage: UntypedStorage, counted: int) -> None:
+        """Until it dies: another may then stand at its address, and is to be counted."""
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            weakref.finalize(storage, self._forget, storage._cdata, counted)
 
     def _forget(self, key: int, size: int) -> None:
         self.alive_bytes -= size

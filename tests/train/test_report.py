@@ -151,7 +151,7 @@ def test_the_run_folder_keeps_config_and_console(run: Path) -> None:
     assert "2 ranks = tp 2 x pp 1 x dp 1" in log[0]
     steps = [line.split("/")[0] + "/3" for line in log if "/3  " in line]
     assert steps == [f"step     {number}/3" for number in (1, 2, 2, 3, 3)]  # two evaluations
-    assert f"saved {run / 'checkpoints' / 'step-00000003'} in " in log[-2]
+    assert f"saved {run / 'checkpoints' / 'step-00000003'} in " in log[-3]
     assert log[-1] == "finished at step 3 of 3"
 
 
