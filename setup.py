@@ -12,5 +12,8 @@ setup(
         "megalite.kernels": "kernels",
         "megalite.hardware_presets": "configs/hardware",
     },
-    package_data={"megalite.hardware_presets": ["*.toml"]},
+    package_data={
+        "megalite.hardware_presets": ["*.toml"],
+        "megalite.kernels": ["configs/*.json"],
+    },
 )

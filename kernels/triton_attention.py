@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from megalite.kernels.intervals import Intervals
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_attention_tiles import (
     LOG2_E,
     NO_DROP,
@@ -200,7 +201,8 @@ def attention_delta(o_TNH: Tensor, do_TNH: Tensor, lse_NT: Tensor) -> Tensor:
     check_shape("attention_delta", (heads, tokens), lse=lse_NT)
     o, do = flat(o_TNH), flat(do_TNH)
     stats_2NT = o.new_empty(2, heads, tokens, dtype=torch.float32)
-    rows = max(1, 4096 // next_power_of_2(head_dim))
+    use = choose("attention_delta")
+    rows = max(1, use["elements"] // next_power_of_2(head_dim))
     if tokens:
         _delta_kernel[(cdiv(tokens, rows), heads)](
             o,
@@ -213,7 +215,7 @@ def attention_delta(o_TNH: Tensor, do_TNH: Tensor, lse_NT: Tensor) -> Tensor:
             N=heads,
             H=head_dim,
             ROWS=rows,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return stats_2NT

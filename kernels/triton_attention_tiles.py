@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from megalite.kernels.intervals import Intervals
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import (
     check_float,
     check_same,
@@ -135,31 +136,19 @@ class Tiles:
 def default_tiles(
     kernel: str, head_dim: int, dtype: torch.dtype, *, tma: bool = True, drop: bool = False
 ) -> Tiles:
-    """Tiles of a kernel ("forward", "dq", "dkdv"): the largest that spill no register on sm_90.
+    """Tiles of a kernel ("forward", "dq", "dkdv") by the committed table (`tables`).
 
-    Loads by pointers (tma False) and dropout take registers. float32 runs without tensor cores, on
-    small tiles; it is there for checks.
+    tma: loads by descriptors, not by pointers. drop: with dropout of the weights.
     """
-    if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
-    if head_dim > 128:
-        return {
-            "forward": Tiles(64, 64, 8, 2),
-            "dq": Tiles(64, 32, 8, 2),
-            "dkdv": Tiles(32, 128, 8, 2),
-        }[kernel]
-    if drop or not tma:
-        return {
-            "forward": Tiles(128, 64, 8, 2),
-            "dq": Tiles(128, 64, 8, 2),
-            "dkdv": Tiles(32, 128, 8, 2),
-        }[kernel]
-    return {
-        "forward": Tiles(128, 128, 8, 2),
-        "dq": Tiles(128, 128, 8, 2),
-        # Triton 3.6 spills registers with two loops (20 accesses against 0), 3.9 does not
-        "dkdv": Tiles(64, 128, 8, 2, two_loops=_TRITON >= (3, 9)),
-    }[kernel]
+    use = choose(
+        f"attention_{kernel}",
+        float32=dtype == torch.float32,
+        head_dim=head_dim,
+        descriptors=tma,
+        dropout=drop,
+    )
+    since = tuple(int(part) for part in use.get("two_loops_since", "0").split("."))
+    return Tiles(use["queries"], use["keys"], use["warps"], use["stages"], since <= _TRITON)
 
 
 def _aligned(x: Tensor) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import OPTIONS, cdiv, check_float, check_shape
 from torch import Tensor
 
-_BLOCK = 2048
 OUT_TYPES = (
     torch.float32,
     torch.bfloat16,
@@ -49,14 +49,15 @@ def scale_cast(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
             f"scale_cast: scale is {scale.dtype} {tuple(scale.shape)}, not one float32"
         )
     if x.numel():
-        _cast_kernel[(cdiv(x.numel(), _BLOCK),)](
+        use = choose("cast")
+        _cast_kernel[(cdiv(x.numel(), use["block"]),)](
             x,
             out,
             scale,
             x.numel(),
             LARGEST=torch.finfo(out.dtype).max,
-            B=_BLOCK,
-            num_warps=4,
+            B=use["block"],
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return out

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import OPTIONS, cdiv, check_float, rows_readable
 from torch import Tensor
-
-_BLOCK = 1024
 
 
 @triton.jit
@@ -98,7 +97,8 @@ def dropout(x_TD: Tensor, key: tuple[int, int], p: float, first_token: int = 0) 
     words = [signed_word(word) for word in key]
     y_TD = x_TD.new_empty(tokens, columns)
     if y_TD.numel():
-        _dropout_kernel[(tokens, cdiv(columns, _BLOCK))](
+        use = choose("dropout")
+        _dropout_kernel[(tokens, cdiv(columns, use["block"]))](
             x_TD,
             y_TD,
             columns,
@@ -108,8 +108,8 @@ def dropout(x_TD: Tensor, key: tuple[int, int], p: float, first_token: int = 0) 
             *words,
             keep_threshold(p),
             1.0 / (1.0 - p),
-            BLOCK=_BLOCK,
-            num_warps=4,
+            BLOCK=use["block"],
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return y_TD

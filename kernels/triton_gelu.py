@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import (
     OPTIONS,
     cdiv,
@@ -23,9 +24,6 @@ from megalite.kernels.triton_common import (
     rows_readable,
 )
 from torch import Tensor
-
-_BLOCK = 1024
-_ROWS, _COLUMNS = 4, 512  # tile of the backward: 16 elements a thread
 
 
 @triton.jit
@@ -118,17 +116,18 @@ def gelu_forward(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = Fals
     tokens, columns = h_Tf.shape
     a_Tf = h_Tf.new_empty(tokens, columns)
     if a_Tf.numel():
-        _gelu_kernel[(tokens, cdiv(columns, _BLOCK))](
+        use = choose("gelu")
+        _gelu_kernel[(tokens, cdiv(columns, use["block"]))](
             h_Tf,
             bias_f,
             a_Tf,
             columns,
             h_Tf.stride(0),
             columns,
-            BLOCK=_BLOCK,
+            BLOCK=use["block"],
             BIAS=bias_f is not None,
             ERF=erf,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return a_Tf
@@ -151,8 +150,9 @@ def gelu_backward_(
     da_Tf = rows_readable(da_Tf)
     check_shape("gelu_grad", (tokens, columns), da=da_Tf)
     check_same("gelu_grad", "types", h=h_Tf.dtype, da=da_Tf.dtype)
-    blocks = max(1, cdiv(columns, _COLUMNS))
-    programs = programs or max(1, num_programs(h_Tf.device, 8) // blocks)
+    use = choose("gelu_grad")
+    blocks = max(1, cdiv(columns, use["columns"]))
+    programs = programs or max(1, num_programs(h_Tf.device, use["programs_per_sm"]) // blocks)
     dbias_Pf = None
     if bias_f is not None:
         dbias_Pf = h_Tf.new_empty(programs, columns, dtype=torch.float32)
@@ -166,11 +166,11 @@ def gelu_backward_(
             columns,
             da_Tf.stride(0),
             h_Tf.stride(0),
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            ROWS=use["rows"],
+            COLUMNS=use["columns"],
             BIAS=bias_f is not None,
             ERF=erf,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return dbias_Pf

@@ -13,7 +13,7 @@ Backward with g = dy * (weight + offset):
     dbias = sum over rows of dy
 
 A fixed number of programs each sum the rows they own; a second kernel sums their partial rows in
-order. Above 8192 columns a row leaves no registers for the sums: dweight gets a pass of its own.
+order. A row of more than 8192 columns leaves no registers for the sums: they get their own pass.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import (
     OPTIONS,
     cdiv,
@@ -34,9 +35,6 @@ from megalite.kernels.triton_common import (
 from torch import Tensor
 
 MAX_COLUMNS = 16384
-_ELEMENTS_PER_PROGRAM = 2048  # rows shorter than this share a program
-_SPLIT_COLUMNS = 8192  # longest row whose weight gradient is summed in the same pass
-_SUM_COLUMNS = 128
 
 
 @triton.jit
@@ -219,25 +217,25 @@ def column_sum(partial_PD: Tensor, out_D: Tensor, accumulate: bool = False) -> T
     rows, columns = partial_PD.shape
     check_shape("column_sum", (columns,), out=out_D)
     if columns:
-        _column_sum_kernel[(cdiv(columns, _SUM_COLUMNS),)](
+        use = choose("column_sum")
+        _column_sum_kernel[(cdiv(columns, use["columns"]),)](
             partial_PD,
             out_D,
             rows,
             columns,
-            ROWS=16,
-            COLUMNS=_SUM_COLUMNS,
+            ROWS=use["rows"],
+            COLUMNS=use["columns"],
             ACCUMULATE=accumulate,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return out_D
 
 
-def _tile(columns: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program: 16 elements a thread."""
+def _tile(columns: int, elements: int) -> tuple[int, int]:
+    """(rows, columns) of a program that holds about so many elements: whole rows, padded."""
     block = next_power_of_2(columns)
-    rows = max(1, _ELEMENTS_PER_PROGRAM // block)
-    return rows, block, min(32, max(4, block // 512))
+    return max(1, elements // block), block
 
 
 def _check(operation: str, columns: int, **tensors: Tensor | None) -> None:
@@ -275,7 +273,8 @@ def norm_forward(
     rstd_T = x_TD.new_empty(tokens, dtype=torch.float32)
     mean_T = torch.empty_like(rstd_T) if center else None
     if tokens:
-        rows, block, warps = _tile(columns)
+        use = choose("norm_forward", columns=columns)
+        rows, block = _tile(columns, use["elements"])
         _norm_forward_kernel[(cdiv(tokens, rows),)](
             x_TD,
             residual_TD,
@@ -296,7 +295,7 @@ def norm_forward(
             CENTER=center,
             ADD=residual_TD is not None,
             BIAS=bias_D is not None,
-            num_warps=warps,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return y_TD, s_TD, mean_T, rstd_T
@@ -325,12 +324,13 @@ def norm_backward(
     ds_TD = None if ds_TD is None else rows_readable(ds_TD)
     _check(operation, columns, dy=dy_TD, s=s_TD, weight=weight_D, ds=ds_TD)
     check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
-    rows, block, warps = _tile(columns)
-    programs = programs or num_programs(s_TD.device, max(1, 16 // warps))
+    use = choose("norm_backward", columns=columns)
+    rows, block = _tile(columns, use["elements"])
+    programs = programs or num_programs(s_TD.device, use["programs_per_sm"])
     dx_TD = s_TD.new_empty(tokens, columns)
     dweight_PD = s_TD.new_empty(programs, columns, dtype=torch.float32)
     dbias_PD = torch.empty_like(dweight_PD) if with_bias else None
-    one_pass = block <= _SPLIT_COLUMNS
+    one_pass = use["one_pass"]
     _norm_backward_kernel[(programs,)](
         dy_TD,
         s_TD,
@@ -353,11 +353,12 @@ def norm_backward(
         ADD=ds_TD is not None,
         BIAS=with_bias and one_pass,
         DWEIGHT=one_pass,
-        num_warps=warps,
+        num_warps=use["warps"],
         **OPTIONS,
     )
     if not one_pass:
-        _norm_weight_grad_kernel[(cdiv(columns, 512), programs)](
+        use = choose("norm_weight_grad")
+        _norm_weight_grad_kernel[(cdiv(columns, use["columns"]), programs)](
             dy_TD,
             s_TD,
             mean_T,
@@ -368,11 +369,11 @@ def norm_backward(
             dy_TD.stride(0),
             s_TD.stride(0),
             D=columns,
-            ROWS=4,
-            COLUMNS=512,
+            ROWS=use["rows"],
+            COLUMNS=use["columns"],
             CENTER=mean_T is not None,
             BIAS=with_bias,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return dx_TD, dweight_PD, dbias_PD

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import (
     OPTIONS,
     cdiv,
@@ -18,8 +19,6 @@ from megalite.kernels.triton_common import (
     rows_readable,
 )
 from torch import Tensor
-
-_BLOCK = 1024  # 8 elements a thread
 
 
 @triton.jit
@@ -77,14 +76,15 @@ def swiglu_forward(h_T2f: Tensor) -> Tensor:
     tokens = len(h_T2f)
     a_Tf = h_T2f.new_empty(tokens, columns)
     if a_Tf.numel():
-        _swiglu_kernel[(tokens, cdiv(columns, _BLOCK))](
+        use = choose("swiglu")
+        _swiglu_kernel[(tokens, cdiv(columns, use["block"]))](
             h_T2f,
             a_Tf,
             columns,
             h_T2f.stride(0),
             a_Tf.stride(0),
-            BLOCK=_BLOCK,
-            num_warps=4,
+            BLOCK=use["block"],
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return a_Tf
@@ -102,7 +102,8 @@ def swiglu_backward_(h_T2f: Tensor, da_Tf: Tensor, recompute: bool = False) -> T
     check_same("swiglu_grad", "types", h=h_T2f.dtype, da=da_Tf.dtype)
     a_Tf = h_T2f.new_empty(tokens, columns) if recompute else None
     if da_Tf.numel():
-        _swiglu_grad_kernel[(tokens, cdiv(columns, _BLOCK))](
+        use = choose("swiglu_grad")
+        _swiglu_grad_kernel[(tokens, cdiv(columns, use["block"]))](
             da_Tf,
             h_T2f,
             a_Tf,
@@ -110,9 +111,9 @@ def swiglu_backward_(h_T2f: Tensor, da_Tf: Tensor, recompute: bool = False) -> T
             da_Tf.stride(0),
             h_T2f.stride(0),
             columns,
-            BLOCK=_BLOCK,
+            BLOCK=use["block"],
             RECOMPUTE=recompute,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return a_Tf
