@@ -1,9 +1,13 @@
 """megalite.kernels: one function per operation.
 
-Callers in the model, loss and optimizer use only the functions exported here. Importing this
-package never imports triton.
+`select` gives the operations of a backend as one object, which model, loss and optimizer
+call; the functions are the reference path by themselves. Importing this package never imports
+triton.
 """
 
+from megalite.kernels.dispatch import Backend, select
+from megalite.kernels.errors import BackendError
+from megalite.kernels.operations import Kernels
 from megalite.kernels.reference import (
     RopeScaling,
     accumulate_weight_grad_,
@@ -31,6 +35,9 @@ from megalite.kernels.reference_dropout import AttentionDropout, dropout, dropou
 
 __all__ = [
     "AttentionDropout",
+    "Backend",
+    "BackendError",
+    "Kernels",
     "RopeScaling",
     "accumulate_weight_grad_",
     "attention",
@@ -52,6 +59,7 @@ __all__ = [
     "rope_tables",
     "rotate",
     "rotate_grad_",
+    "select",
     "swiglu",
     "swiglu_grad",
 ]

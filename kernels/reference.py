@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# What this torch has on CUDA for products of 16-bit tensors whose result is not rounded to 16 bits.
+_WIDE_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
+_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 # Rows per block of the loss: keeps temporaries near 1 MiB of float32, inside a core's cache.
 _LOSS_BLOCK_ELEMENTS = 1 << 18
 
@@ -26,7 +29,7 @@ def _low_precision_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -53,19 +56,25 @@ def linear_input_grad(dy_TF: Tensor, weight_FD: Tensor) -> Tensor:
 def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> None:
     """buffer[F, D] += dy[T, F]^T @ x[T, D], summed in the buffer's dtype.
 
-    The product of 16-bit inputs is never rounded to 16 bits on its way into a float32 buffer.
+    The product of 16-bit inputs is never rounded to 16 bits on its way into a float32 buffer: one
+    product that accumulates into it where this torch has that, else a float32 product that is then
+    added, else one of widened inputs.
     """
     if buffer_FD.dtype == dy_TF.dtype:
         buffer_FD.addmm_(dy_TF.t(), x_TD)
     elif dy_TF.device.type == "cpu":
         buffer_FD.addmm_(dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype))
-    else:
+    elif _WIDE_ADDMM:
         torch.addmm(buffer_FD, dy_TF.t(), x_TD, out_dtype=buffer_FD.dtype, out=buffer_FD)
+    elif _WIDE_MM:
+        buffer_FD.add_(torch.mm(dy_TF.t(), x_TD, out_dtype=buffer_FD.dtype))
+    else:
+        buffer_FD.addmm_(dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype))
 
 
 def bias_grad(dy_TF: Tensor) -> Tensor:
     """db[F] = sum over T of dy, in the summing dtype."""
-    return dy_TF.sum(0, dtype=_sum_dtype(dy_TF.dtype))
+    return dy_TF.sum(0, dtype=sum_dtype(dy_TF.dtype))
 
 
 def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor, owned_T: Tensor) -> None:
@@ -87,7 +96,7 @@ def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor, owned_T: Te
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y[T, D], rstd[T, 1]): y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps)."""
-    x = x_TD.to(_sum_dtype(x_TD.dtype))
+    x = x_TD.to(sum_dtype(x_TD.dtype))
     rstd_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     rstd_T1 = rstd_T1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(x, rstd_T1).mul_(weight_D).to(x_TD.dtype), rstd_T1
@@ -123,7 +132,7 @@ def layer_norm(
 
     rstd = 1 / sqrt(variance + eps), the variance over D elements with D as divisor.
     """
-    x, weight, bias = (t.to(_sum_dtype(x_TD.dtype)) for t in (x_TD, weight_D, bias_D))
+    x, weight, bias = (t.to(sum_dtype(x_TD.dtype)) for t in (x_TD, weight_D, bias_D))
     y, mean_T1, rstd_T1 = torch.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
     return y.to(x_TD.dtype), mean_T1, rstd_T1
 
@@ -158,6 +167,24 @@ def gelu_grad(da_Tf: Tensor, h_Tf: Tensor) -> Tensor:
     if _low_precision_on_cpu(h_Tf):
         da_Tf, h_Tf = da_Tf.float(), h_Tf.float()
     return torch.ops.aten.gelu_backward(da_Tf, h_Tf, approximate="tanh").to(dtype)
+
+
+def bias_gelu(h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool = False) -> Tensor:
+    """a[T, f] = gelu(h + bias); erf: h / 2 * (1 + erf(h / sqrt(2))) instead of the tanh form."""
+    z = h_Tf.to(sum_dtype(h_Tf.dtype))
+    z = z if bias_f is None else z + bias_f
+    return F.gelu(z, approximate="none" if erf else "tanh").to(h_Tf.dtype)
+
+
+def bias_gelu_grad(
+    da_Tf: Tensor, h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(dh[T, f], dbias[f] in the summing dtype) of `bias_gelu`."""
+    z = h_Tf.to(sum_dtype(h_Tf.dtype))
+    z = z if bias_f is None else z + bias_f
+    form = "none" if erf else "tanh"
+    dz = torch.ops.aten.gelu_backward(da_Tf.to(z.dtype), z, approximate=form)
+    return dz.to(h_Tf.dtype), None if bias_f is None else dz.sum(0)
 
 
 # --- SwiGLU --------------------------------------------------------------------------------------
@@ -225,7 +252,7 @@ def rope_tables(
         rate = rate * (kept + (1 - kept) / scaling.factor)
     position = torch.arange(length_tokens, dtype=torch.float64)
     angle = torch.outer(position, rate)
-    dtype = _sum_dtype(dtype)
+    dtype = sum_dtype(dtype)
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
@@ -246,6 +273,23 @@ def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) 
         x1, x2 = x1.to(cos.dtype), x2.to(cos.dtype)
         out1.copy_((x1 * cos).addcmul_(x2, sin, value=-sign))
         out2.copy_((x2 * cos).addcmul_(x1, sin, value=sign))
+
+
+def turn(
+    x_TNH: Tensor,
+    cos_sh: Tensor,
+    sin_sh: Tensor,
+    position_T: Tensor | None = None,
+    *,
+    inverse: bool = False,
+) -> Tensor:
+    """x[T, N, H] with every head rotated by its token's position: position_T[t], or t mod s."""
+    if position_T is None:
+        position_T = torch.arange(len(x_TNH), device=x_TNH.device) % len(cos_sh)
+    out = torch.empty_like(x_TNH, memory_format=torch.contiguous_format)
+    cos, sin = (table[position_T].unsqueeze(1) for table in (cos_sh, sin_sh))
+    _rotate_into(out, x_TNH, cos, sin, -1.0 if inverse else 1.0)
+    return out
 
 
 def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,7 +362,7 @@ def cross_entropy_stats(
     the sum of the shard's logits. A shard of padding alone gives max = -inf, sum = 0.
     """
     share = _smoothing_share(smoothing, vocab_size)
-    dtype = _sum_dtype(logits_Tv.dtype)
+    dtype = sum_dtype(logits_Tv.dtype)
     stats_T3 = logits_Tv.new_zeros(logits_Tv.shape[0], 3, dtype=dtype)
     if num_columns == 0:
         stats_T3[:, 0] = -torch.inf
@@ -338,12 +382,33 @@ def cross_entropy_stats(
     return stats_T3
 
 
-def cross_entropy_combine(stats_rT3: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge all shards' stats [tp, T, 3], in shard order, into (loss[T], log-sum-exp[T])."""
+IGNORE_INDEX = -100  # torch's own
+
+
+def cross_entropy_combine(
+    stats_rT3: Tensor,
+    label_T: Tensor | None = None,
+    *,
+    weight_T: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Merge all shards' stats [tp, T, 3], in shard order, into (loss[T], log-sum-exp[T]).
+
+    loss = weight * (lse - target + z_loss * lse^2), 0 where the label is `ignore_index`; without
+    labels no token is ignored.
+    """
     maximum_rT, sum_rT, target_rT = stats_rT3.unbind(-1)
     maximum_T = maximum_rT.amax(0)
     lse_T = maximum_T + (sum_rT * (maximum_rT - maximum_T).exp()).sum(0).log()
-    return lse_T - target_rT.sum(0), lse_T
+    loss_T = lse_T - target_rT.sum(0)
+    if z_loss:
+        loss_T = loss_T.addcmul_(lse_T, lse_T, value=z_loss)
+    if weight_T is not None:
+        loss_T = loss_T.mul_(weight_T)
+    if label_T is not None:
+        loss_T = loss_T.masked_fill_(label_T == ignore_index, 0.0)
+    return loss_T, lse_T
 
 
 def cross_entropy_grad_(
@@ -354,6 +419,8 @@ def cross_entropy_grad_(
     first_column: int,
     num_columns: int,
     *,
+    weight_T: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
     z_loss: float = 0.0,
     smoothing: float = 0.0,
     vocab_size: int | None = None,
@@ -361,12 +428,16 @@ def cross_entropy_grad_(
     """Overwrite logits with their gradient dloss * (softmax - onehot); padding columns get 0.
 
     With z-loss factor z and smoothing e over V tokens it is
-    dloss * ((1 + 2 z lse) * softmax - (1 - e) * onehot - e / V).
+    dloss * ((1 + 2 z lse) * softmax - (1 - e) * onehot - e / V), times the token's weight, and 0
+    where the label is `ignore_index`.
     """
     share = _smoothing_share(smoothing, vocab_size)
+    if weight_T is not None:
+        dloss_T = (dloss_T * weight_T).to(lse_T.dtype)
     for block in _row_blocks(logits_Tv):
         x = logits_Tv[block, :num_columns]
-        scale = dloss_T[block].unsqueeze(1)
+        ignored = label_T[block] == ignore_index
+        scale = dloss_T[block].masked_fill(ignored, 0.0).unsqueeze(1)
         column = label_T[block] - first_column
         owned = (column >= 0) & (column < num_columns)
         p = x if x.dtype == lse_T.dtype else x.to(lse_T.dtype)
@@ -382,3 +453,42 @@ def cross_entropy_grad_(
             x.copy_(p)
     logits_Tv[:, num_columns:] = 0
     return logits_Tv
+
+
+# --- optimizer and casts -------------------------------------------------------------------------
+
+
+def adamw_(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    low: Tensor | None = None,
+) -> None:
+    """One AdamW update, in place, of flat tensors, as a formula of plain torch operations.
+
+    hyper: [4] on the device = lr, 1 - beta1^t, 1 - beta2^t, factor of the gradient. low: gets the
+    new weight in its own type. Computed in weight's type, moments rounded as they are stored.
+    """
+    lr, bias1, bias2, factor = hyper.to(weight.dtype).unbind()
+    g = grad.to(weight.dtype) * factor
+    m = (exp_avg.to(weight.dtype) * beta1).add_(g, alpha=1.0 - beta1)
+    v = (exp_avg_sq.to(weight.dtype) * beta2).addcmul_(g, g, value=1.0 - beta2)
+    weight.sub_(lr * weight_decay * weight)
+    weight.sub_(lr / bias1 * (m / (v.sqrt() / bias2.sqrt() + eps)))
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    if low is not None:
+        low.copy_(weight)
+
+
+def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """saturate(x * scale) in another type; NaN stays NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.to(sum_dtype(x.dtype)) * scale).clamp_(-largest, largest).to(dtype)

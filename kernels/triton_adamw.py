@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import (
     OPTIONS,
     cdiv,
@@ -27,8 +28,7 @@ from megalite.kernels.triton_common import (
 from torch import Tensor
 
 ALIGNMENT = 128  # shard lengths divisible by this are read 128 bits at a time
-_BLOCK = 1024
-_SUM_BLOCK = 4096
+_SUM_TYPES = (torch.float32, torch.float64)
 
 
 @triton.jit
@@ -76,10 +76,10 @@ def _sum_squares_kernel(x_ptr, partial_ptr, num_elements, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     lane = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(program.to(tl.int64) * BLOCK, num_elements, step):
         x = tl.load(x_ptr + start + lane, mask=start + lane < num_elements, other=0.0)
-        x = x.to(tl.float32)
+        x = x.to(tl.float32).to(tl.float64)
         total += x * x
     tl.store(partial_ptr + program, tl.sum(total, 0))
 
@@ -89,14 +89,14 @@ def _sum_partials_kernel(
     partial_ptr, out_ptr, num_partials, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr
 ):
     lane = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(0, num_partials, BLOCK):
         at = start + lane
         total += tl.load(partial_ptr + at, mask=at < num_partials, other=0.0)
     result = tl.sum(total, 0)
     if ACCUMULATE:
-        result += tl.load(out_ptr)
-    tl.store(out_ptr, result)
+        result += tl.load(out_ptr).to(tl.float64)
+    tl.store(out_ptr, result.to(out_ptr.dtype.element_ty))
 
 
 def adamw_(
@@ -132,7 +132,8 @@ def adamw_(
         if not x.is_contiguous():
             raise ValueError(f"adamw: {name} must be contiguous; pass flat buffers")
     if length:
-        _adamw_kernel[(cdiv(length, _BLOCK),)](
+        use = choose("adamw")
+        _adamw_kernel[(cdiv(length, use["block"]),)](
             weight,
             grad,
             exp_avg,
@@ -146,9 +147,9 @@ def adamw_(
             1.0 - beta2,
             eps,
             weight_decay,
-            BLOCK=_BLOCK,
+            BLOCK=use["block"],
             LOW=low is not None,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
 
@@ -156,19 +157,30 @@ def adamw_(
 def sum_squares(
     x: Tensor, out: Tensor, *, accumulate: bool = False, programs: int | None = None
 ) -> Tensor:
-    """out (float32, one element) (+)= sum of squares of a contiguous tensor, in a fixed order.
+    """out (one element, float32 or float64) (+)= sum of squares of a contiguous tensor.
 
-    Infinities and NaN come through. Raises TypeError, ValueError.
+    Summed in float64 and in a fixed order: a pass is still bound by memory, and how a tensor is cut
+    moves the sum by 1e-15 only. Infinities and NaN come through. Raises TypeError, ValueError.
     """
     check_float("sum_squares", x=x)
-    if not x.is_contiguous() or out.numel() != 1 or out.dtype != torch.float32:
-        raise ValueError("sum_squares: x must be contiguous, out one float32 element")
-    programs = programs or num_programs(x.device, 6)
-    partial = x.new_empty(programs, dtype=torch.float32)
+    if not x.is_contiguous() or out.numel() != 1 or out.dtype not in _SUM_TYPES:
+        raise ValueError(
+            "sum_squares: x must be contiguous and out one float32 or float64 element; got strides "
+            f"{x.stride()} and {out.dtype} {tuple(out.shape)}"
+        )
+    use, last = choose("sum_squares"), choose("sum_partials")
+    programs = programs or num_programs(x.device, use["programs_per_sm"])
+    partial = x.new_empty(programs, dtype=torch.float64)
     _sum_squares_kernel[(programs,)](
-        x, partial, x.numel(), BLOCK=_SUM_BLOCK, num_warps=8, **OPTIONS
+        x, partial, x.numel(), BLOCK=use["block"], num_warps=use["warps"], **OPTIONS
     )
     _sum_partials_kernel[(1,)](
-        partial, out, programs, BLOCK=1024, ACCUMULATE=accumulate, num_warps=4, **OPTIONS
+        partial,
+        out,
+        programs,
+        BLOCK=last["block"],
+        ACCUMULATE=accumulate,
+        num_warps=last["warps"],
+        **OPTIONS,
     )
     return out

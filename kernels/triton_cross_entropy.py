@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import (
     OPTIONS,
     cdiv,
@@ -27,9 +28,6 @@ from megalite.kernels.triton_common import (
 from torch import Tensor
 
 IGNORE_INDEX = -100
-_STATS_BLOCK = 4096  # 16 columns a thread
-_GRAD_BLOCK = 4096
-_TOKENS = 128
 
 
 @triton.jit
@@ -43,6 +41,7 @@ def _stats_kernel(
     smoothing,
     smoothing_share,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +51,7 @@ def _stats_kernel(
     top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     plain = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in tl.range(0, num_columns, BLOCK, num_stages=3):
+    for start in tl.range(0, num_columns, BLOCK, num_stages=STAGES):
         inside = start + lane < num_columns
         x = tl.load(logits_ptr + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
         new_top = tl.maximum(top, x)
@@ -86,6 +85,7 @@ def _combine_kernel(
     ignore_index,
     z_loss,
     BLOCK: tl.constexpr,
+    LABELS: tl.constexpr,
     WEIGHTS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -106,11 +106,12 @@ def _combine_kernel(
         target += tl.load(at + 2, mask=inside, other=0.0)
         at += num_tokens * 3
     lse = top + tl.log(total)
-    label = tl.load(label_ptr + token, mask=inside, other=0)
     loss = lse - target + z_loss * lse * lse
     if WEIGHTS:
         loss = loss * tl.load(weight_ptr + token, mask=inside, other=0.0)
-    loss = tl.where(label == ignore_index, 0.0, loss)
+    if LABELS:
+        label = tl.load(label_ptr + token, mask=inside, other=0)
+        loss = tl.where(label == ignore_index, 0.0, loss)
     tl.store(loss_ptr + token, loss, mask=inside)
     tl.store(lse_ptr + token, lse, mask=inside)
 
@@ -189,6 +190,7 @@ def cross_entropy_stats(
     tokens = len(logits_Tv)
     stats_T3 = logits_Tv.new_empty(tokens, 3, dtype=torch.float32)
     if tokens:
+        use = choose("cross_entropy_stats")
         _stats_kernel[(tokens,)](
             logits_Tv,
             label_T,
@@ -198,9 +200,10 @@ def cross_entropy_stats(
             num_columns,
             smoothing,
             share,
-            BLOCK=_STATS_BLOCK,
+            BLOCK=use["block"],
+            STAGES=use["stages"],
             SMOOTH=smoothing != 0.0,
-            num_warps=8,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return stats_T3
@@ -208,19 +211,23 @@ def cross_entropy_stats(
 
 def cross_entropy_combine(
     stats_rT3: Tensor,
-    label_T: Tensor,
+    label_T: Tensor | None = None,
     *,
     weight_T: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Merge all shards' statistics [tp, T, 3], in shard order: (loss[T], log-sum-exp[T])."""
+    """Merge all shards' statistics [tp, T, 3], in shard order: (loss[T], log-sum-exp[T]).
+
+    Without labels no token is ignored.
+    """
     shards, tokens, _ = stats_rT3.shape
     check_shape("cross_entropy_combine", (tokens,), label=label_T, weight=weight_T)
     stats_rT3 = stats_rT3.contiguous()
     loss_T, lse_T = (stats_rT3.new_empty(tokens) for _ in range(2))
     if tokens:
-        _combine_kernel[(cdiv(tokens, _TOKENS),)](
+        use = choose("cross_entropy_combine")
+        _combine_kernel[(cdiv(tokens, use["tokens"]),)](
             stats_rT3,
             label_T,
             weight_T,
@@ -230,9 +237,10 @@ def cross_entropy_combine(
             shards,
             ignore_index,
             z_loss,
-            BLOCK=_TOKENS,
+            BLOCK=use["tokens"],
+            LABELS=label_T is not None,
             WEIGHTS=weight_T is not None,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return loss_T, lse_T
@@ -261,7 +269,8 @@ def cross_entropy_grad_(
     tokens, all_columns = logits_Tv.shape
     check_shape("cross_entropy_grad", (tokens,), lse=lse_T, dloss=dloss_T, weight=weight_T)
     if logits_Tv.numel():
-        _grad_kernel[(tokens, cdiv(all_columns, _GRAD_BLOCK))](
+        use = choose("cross_entropy_grad")
+        _grad_kernel[(tokens, cdiv(all_columns, use["block"]))](
             logits_Tv,
             label_T,
             lse_T,
@@ -275,9 +284,9 @@ def cross_entropy_grad_(
             z_loss,
             smoothing,
             share,
-            BLOCK=_GRAD_BLOCK,
+            BLOCK=use["block"],
             WEIGHTS=weight_T is not None,
-            num_warps=8,
+            num_warps=use["warps"],
             **OPTIONS,
         )
     return logits_Tv

@@ -322,6 +322,8 @@ def norm_backward(
     tokens, columns = s_TD.shape
     dy_TD = rows_readable(dy_TD)
     ds_TD = None if ds_TD is None else rows_readable(ds_TD)
+    rstd_T = rstd_T.contiguous()
+    mean_T = None if mean_T is None else mean_T.contiguous()
     _check(operation, columns, dy=dy_TD, s=s_TD, weight=weight_D, ds=ds_TD)
     check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
     use = choose("norm_backward", columns=columns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from megalite.kernels.tables import choose
 from megalite.kernels.triton_common import (
     OPTIONS,
     cdiv,
@@ -19,12 +20,11 @@ from megalite.kernels.triton_common import (
 )
 from torch import Tensor
 
-_PAIRS_PER_PROGRAM = 2048
-
 
 @triton.jit
 def _rope_kernel(
     x_ptr,
+    out_ptr,
     cos_ptr,
     sin_ptr,
     position_ptr,
@@ -34,6 +34,9 @@ def _rope_kernel(
     x_stride,
     group_stride,
     head_stride,
+    out_stride,
+    out_group_stride,
+    out_head_stride,
     sign,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -54,8 +57,10 @@ def _rope_kernel(
     first = first + pair[None, :]
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(first + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(first, (x1 * cos - x2 * sin).to(x_ptr.dtype.element_ty), mask=inside)
-    tl.store(first + HALF, (x2 * cos + x1 * sin).to(x_ptr.dtype.element_ty), mask=inside)
+    head_at = group * out_group_stride + member * out_head_stride
+    out = out_ptr + token * out_stride + head_at[:, None] + pair[None, :]
+    tl.store(out, (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + HALF, (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rope_(
@@ -65,44 +70,50 @@ def rope_(
     position_T: Tensor | None = None,
     *,
     inverse: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Rotate every head of x[T, K, G, H] in place by its token's position; returns x.
+    """Rotate every head of x[T, K, G, H] by its token's position, into `out` or in place.
 
-    x is any view with a contiguous last dimension, such as queries and keys of packed heads.
-    cos_sh, sin_sh: float32 [s, R/2], R <= H. Token t has position position_T[t] (an integer below
-    s), or t mod s. inverse: rotate back, which is the gradient. Raises TypeError, ValueError.
+    x is any view with a contiguous last dimension, such as queries and keys of packed heads; out is
+    another of its shape that shares no memory with it. Returns out, or x. cos_sh, sin_sh: float32
+    [s, R/2], R <= H. Token t has position position_T[t] (an integer below s), or t mod s. inverse:
+    rotate back, which is the gradient. Raises TypeError, ValueError.
     """
     tokens, groups, members, head_dim = x_TkgH.shape
     length, half = cos_sh.shape
-    check_float("rope", x=x_TkgH)
-    check_last_contiguous("rope", x=x_TkgH)
+    check_float("rope", x=x_TkgH, out=out)
+    check_last_contiguous("rope", x=x_TkgH, out=out)
     check_shape("rope", (length, half), sin=sin_sh)
     check_shape("rope", (tokens,), position=position_T)
+    check_shape("rope", tuple(x_TkgH.shape), out=out)
     if 2 * half > head_dim:
         raise ValueError(f"rope: tables turn {2 * half} elements, a head has {head_dim}")
     if not (cos_sh.is_contiguous() and sin_sh.is_contiguous()):
         raise ValueError("rope: cos and sin must be contiguous; pass .contiguous()")
-    block = next_power_of_2(half)
+    if out is not None and 2 * half < head_dim:
+        out[..., 2 * half :] = x_TkgH[..., 2 * half :]
+    turned = x_TkgH if out is None else out
+    block, use = next_power_of_2(half), choose("rope")
     heads = groups * members
-    heads_per_program = min(next_power_of_2(heads), max(1, _PAIRS_PER_PROGRAM // block))
+    heads_per_program = min(next_power_of_2(heads), max(1, use["pairs"] // block))
     if x_TkgH.numel() and half:
         _rope_kernel[(tokens, cdiv(heads, heads_per_program))](
             x_TkgH,
+            turned,
             cos_sh,
             sin_sh,
             position_T,
             length,
             heads,
             members,
-            x_TkgH.stride(0),
-            x_TkgH.stride(1),
-            x_TkgH.stride(2),
+            *x_TkgH.stride()[:3],
+            *turned.stride()[:3],
             -1.0 if inverse else 1.0,
             HALF=half,
             HEADS=heads_per_program,
             BLOCK=block,
             POSITIONS=position_T is not None,
-            num_warps=4,
+            num_warps=use["warps"],
             **OPTIONS,
         )
-    return x_TkgH
+    return turned

@@ -156,6 +156,8 @@ class OptimizerConfig(Section):
 
     # muon: hidden matrices by Muon, everything else by AdamW with the same rate
     name: Literal["adamw", "muon"] = "adamw"
+    # apex: AdamW by NVIDIA's FusedAdam, where it is installed; fused: by the backend's own kernel
+    adam: Literal["fused", "apex"] = "fused"
     lr: float = Field(default=3e-4, ge=0)
     min_lr: float = Field(default=0.0, ge=0)
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
@@ -326,6 +328,16 @@ class LogConfig(Section):
     wandb: WandbConfig = WandbConfig()
 
 
+class KernelsConfig(Section):
+    """What computes norms, activations, attention, loss and update."""
+
+    # auto: triton on CUDA devices of capability 8.0 and up, else plain torch; interpret: for tests
+    backend: Literal["auto", "triton", "reference", "interpret"] = "auto"
+    # auto: the backend's own; others are taken from torch or a package, or refused
+    attention: Literal["auto", "sdpa_flash", "sdpa_cudnn", "fa3", "fa4"] = "auto"
+    norm: Literal["auto", "apex"] = "auto"  # of RMSNorm; apex: NVIDIA's, where it is installed
+
+
 class RunConfig(Section):
     """Everything one run needs; written resolved into its run folder."""
 
@@ -338,6 +350,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig
     train: TrainConfig
+    kernels: KernelsConfig = KernelsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

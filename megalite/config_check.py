@@ -14,6 +14,7 @@ from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config import RunConfig
 from megalite.config_data import data_problems
 from megalite.config_effect import without_effect
+from megalite.config_kernels import kernel_problems
 from megalite.config_keys import default_of, toml_value, value_of
 from megalite.config_precision import precision_problems
 from megalite.config_stages import stage_problems
@@ -47,6 +48,7 @@ def check_config(
         *_batch(config, dp),
         *training_problems(config, dp),
         *precision_problems(config),
+        *kernel_problems(config),
         *data_problems(config),
         *_no_effect(config, origins),
     ]

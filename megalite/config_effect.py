@@ -141,6 +141,11 @@ EFFECTS: tuple[Effect, ...] = (
         "remove it",
     ),
     Effect(
+        "kernels.norm",
+        lambda c: c.model.norm == "rmsnorm" or c.model.qk_norm,
+        "model.norm=layernorm has no RMSNorm; remove it",
+    ),
+    Effect(
         "checkpoint.load_weights",
         lambda c: c.checkpoint.resume != "must",
         "checkpoint.resume=must starts from this run's own checkpoint; remove one of the two",

@@ -43,8 +43,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         heads, groups, head_dim = config.num_heads, config.kv_heads, config.head_size
         self.shape_kgH = (groups // tp.axis.size, heads // groups + 2, head_dim)
+        self.ops = tp.ops
         self.recompute_core = recompute_core
-        self.layer, self.window = layer, config.sliding_window
+        self.layer = layer
         self.dropout_p = config.attention_dropout
         self.first_head = heads // tp.axis.size * tp.axis.rank
         self.qkv = ColumnParallelLinear(
@@ -75,16 +76,11 @@ class SelfAttention(nn.Module):
         """Norm heads, rotate and attend: [T, k, g + 2, H] -> [T, n * H]."""
         if self.head_norm is not None:
             qkv_TkgH = self.head_norm(qkv_TkgH)
-        q, k, v = _SplitRotate.apply(qkv_TkgH, sequences.cos_sh, sequences.sin_sh)
+        q, k, v = _SplitRotate.apply(qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops)
         tokens, head_dim = len(q), q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
-        return kernels.attention(
-            q_TnH,
-            k.squeeze(2),
-            v.squeeze(2),
-            sequences.cu_seqlens,
-            self.window,
-            self.dropout(sequences),
+        return self.ops.attention(
+            q_TnH, k.squeeze(2), v.squeeze(2), sequences.mask, self.dropout(sequences)
         ).flatten(1)
 
     def dropout(self, sequences: Sequences) -> kernels.AttentionDropout | None:
@@ -99,15 +95,16 @@ class SelfAttention(nn.Module):
 class _SplitRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor
+        ctx: Any, qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor, ops: kernels.Kernels
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos_sh, sin_sh)
-        return kernels.rotate(qkv_TkgH, cos_sh, sin_sh)
+        ctx.ops = ops
+        return ops.rotate(qkv_TkgH, cos_sh, sin_sh)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
         cos_sh, sin_sh = ctx.saved_tensors
         tokens, groups, queries, head_dim = dq.shape
         dqkv = dq.new_empty(tokens, groups, queries + 2, head_dim)
-        kernels.rotate_grad_(dqkv, dq, dk, dv, cos_sh, sin_sh)
-        return dqkv, None, None
+        ctx.ops.rotate_grad_(dqkv, dq, dk, dv, cos_sh, sin_sh)
+        return dqkv, None, None, None

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite import kernels
 from megalite.tensor_parallel.context import TensorParallel
 
 Key = tuple[int, int]
@@ -58,21 +57,20 @@ class Dropout:
             return x_TD
         shard = self.tp.axis.rank if self.tp.sequence_parallel else 0
         first = at.first_token + shard * len(x_TD)
-        token = torch.arange(first, first + len(x_TD), device=x_TD.device)
-        column = torch.arange(x_TD.shape[1], device=x_TD.device)
-        key = at.key(self.layer, self.kind)
-        keep = kernels.dropout_mask(key, self.p, token.unsqueeze(1), column)
-        return _Dropout.apply(x_TD, keep, self.p)
+        return _Dropout.apply(x_TD, at.key(self.layer, self.kind), self.p, first, self.tp)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, keep_TD: Tensor, p: float) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, key: Key, p: float, first_token: int, tp: TensorParallel
+    ) -> Tensor:
+        y_TD, keep_TD = tp.ops.dropout(x_TD, key, p, first_token)
         ctx.save_for_backward(keep_TD)
-        ctx.p = p
-        return kernels.dropout(x_TD, keep_TD, p)
+        ctx.ops, ctx.arguments = tp.ops, (key, p, first_token)
+        return y_TD
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None]:
         (keep_TD,) = ctx.saved_tensors
-        return kernels.dropout(dy_TD, keep_TD, ctx.p), None, None
+        return ctx.ops.dropout_grad(dy_TD, *ctx.arguments, keep_TD), None, None, None, None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite import kernels
 from megalite.config import ModelConfig
 from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
@@ -40,13 +39,14 @@ class RMSNorm(ShardedModule):
         """(x + delta, norm of it): the residual stream is rounded to its dtype before the norm."""
         return _AddNorm.apply(x_TD, delta_TD, self.weight, self.bias, self)
 
-    def compute(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """y, and the statistics that `backward_norm` finds saved behind x and the weight."""
-        return kernels.rms_norm(x_TD, self.weight, self.eps)
+    def compute(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, ...]:
+        """y, s = x + residual, and statistics: `backward_norm` finds (s, weight, *statistics)."""
+        return self.tp.ops.rms_norm(x_TD, self.weight, self.eps, residual_TD)
 
-    def backward_norm(self, ctx: Any, dy_TD: Tensor) -> Tensor:
-        x_TD, weight, rstd_T1 = ctx.saved_tensors
-        dx_TD, dweight_D = kernels.rms_norm_grad(dy_TD, x_TD, weight, rstd_T1)
+    def backward_norm(self, ctx: Any, dy_TD: Tensor, ds_TD: Tensor | None = None) -> Tensor:
+        """The gradient of x and residual; ds: what reaches s past the norm."""
+        s_TD, weight, rstd_T1 = ctx.saved_tensors
+        dx_TD, dweight_D = self.tp.ops.rms_norm_grad(dy_TD, s_TD, weight, rstd_T1, ds_TD)
         self.accumulate_rowwise(self.weight, dweight_D)
         return dx_TD
 
@@ -60,12 +60,14 @@ class LayerNorm(RMSNorm):
             "bias", self._spec(f"{name}.bias", hidden_size)
         )
 
-    def compute(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        return kernels.layer_norm(x_TD, self.weight, self.bias, self.eps)
+    def compute(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, ...]:
+        return self.tp.ops.layer_norm(x_TD, self.weight, self.bias, self.eps, residual_TD)
 
-    def backward_norm(self, ctx: Any, dy_TD: Tensor) -> Tensor:
-        x_TD, weight, mean_T1, rstd_T1 = ctx.saved_tensors
-        dx_TD, dweight_D, dbias_D = kernels.layer_norm_grad(dy_TD, x_TD, weight, mean_T1, rstd_T1)
+    def backward_norm(self, ctx: Any, dy_TD: Tensor, ds_TD: Tensor | None = None) -> Tensor:
+        s_TD, weight, mean_T1, rstd_T1 = ctx.saved_tensors
+        dx_TD, dweight_D, dbias_D = self.tp.ops.layer_norm_grad(
+            dy_TD, s_TD, weight, mean_T1, rstd_T1, ds_TD
+        )
         self.accumulate_rowwise(self.weight, dweight_D)
         self.accumulate_rowwise(self.bias, dbias_D)
         return dx_TD
@@ -84,7 +86,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, layer: RMSNorm
     ) -> Tensor:
-        y_TD, *stats = layer.compute(x_TD)
+        y_TD, _, *stats = layer.compute(x_TD)
         ctx.save_for_backward(x_TD, weight, *stats)
         ctx.layer = layer
         return y_TD
@@ -104,8 +106,7 @@ class _AddNorm(torch.autograd.Function):
         bias: Tensor | None,
         layer: RMSNorm,
     ) -> tuple[Tensor, Tensor]:
-        sum_TD = x_TD + delta_TD
-        y_TD, *stats = layer.compute(sum_TD)
+        y_TD, sum_TD, *stats = layer.compute(x_TD, delta_TD)
         ctx.save_for_backward(sum_TD, weight, *stats)
         ctx.layer = layer
         return sum_TD, y_TD
@@ -114,7 +115,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(
         ctx: Any, dsum_TD: Tensor, dy_TD: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:
-        dx_TD = ctx.layer.backward_norm(ctx, dy_TD).add_(dsum_TD)
+        dx_TD = ctx.layer.backward_norm(ctx, dy_TD, dsum_TD)
         return dx_TD, dx_TD, None, None, None
 
 
@@ -138,23 +139,13 @@ class HeadNorm(ShardedModule):
     def forward(self, qkv_TkgH: Tensor) -> Tensor:
         return _HeadNorm.apply(qkv_TkgH, self.q_weight, self.k_weight, self)
 
-    def rows(self, queries: int) -> Tensor:
-        """The weight of each head of a group but its value: [g + 1, H]."""
-        return torch.cat([self.q_weight.expand(queries, -1), self.k_weight.unsqueeze(0)])
-
 
 class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv_TkgH: Tensor, q_weight: Tensor, k_weight: Tensor, layer: HeadNorm
     ) -> Tensor:
-        queries = qkv_TkgH.shape[2] - 2
-        y_TkgH = torch.empty_like(qkv_TkgH)
-        normed, rstd = kernels.rms_norm(
-            qkv_TkgH[:, :, : queries + 1], layer.rows(queries), layer.eps
-        )
-        y_TkgH[:, :, : queries + 1] = normed
-        y_TkgH[:, :, queries + 1 :] = qkv_TkgH[:, :, queries + 1 :]
+        y_TkgH, rstd = layer.tp.ops.head_norm(qkv_TkgH, q_weight, k_weight, layer.eps)
         ctx.save_for_backward(qkv_TkgH, q_weight, k_weight, rstd)
         ctx.layer = layer
         return y_TkgH
@@ -162,18 +153,7 @@ class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TkgH: Tensor) -> tuple[Tensor, None, None, None]:
         layer: HeadNorm = ctx.layer
-        qkv_TkgH, _, _, rstd = ctx.saved_tensors
-        queries = qkv_TkgH.shape[2] - 2
-        dqkv_TkgH = torch.empty_like(dy_TkgH)
-        dx, dweight = kernels.rms_norm_grad(
-            dy_TkgH[:, :, : queries + 1],
-            qkv_TkgH[:, :, : queries + 1],
-            layer.rows(queries),
-            rstd,
-        )
-        dqkv_TkgH[:, :, : queries + 1] = dx
-        dqkv_TkgH[:, :, queries + 1 :] = dy_TkgH[:, :, queries + 1 :]
-        dweight_gH = dweight.sum(0)
-        layer.accumulate_rowwise(layer.q_weight, dweight_gH[:-1].sum(0))
-        layer.accumulate_rowwise(layer.k_weight, dweight_gH[-1])
-        return dqkv_TkgH, None, None, None
+        dqkv, dq_weight, dk_weight = layer.tp.ops.head_norm_grad(dy_TkgH, *ctx.saved_tensors)
+        layer.accumulate_rowwise(layer.q_weight, dq_weight)
+        layer.accumulate_rowwise(layer.k_weight, dk_weight)
+        return dqkv, None, None, None

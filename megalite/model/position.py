@@ -71,6 +71,6 @@ class _AddPosition(torch.autograd.Function):
         (position,), layer = ctx.saved_tensors, ctx.layer
         owned = torch.ones_like(position, dtype=torch.bool)
         layer.tp.grads.add(
-            layer.weight, lambda buffer: kernels.embedding_grad_(buffer, dy, position, owned)
+            layer.weight, lambda buffer: layer.tp.ops.embedding_grad_(buffer, dy, position, owned)
         )
         return dy, None, None, None

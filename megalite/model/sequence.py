@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -12,13 +12,13 @@ from megalite.model.dropout import DropoutAt
 
 @dataclass(frozen=True)
 class Sequences:
-    """cu_seqlens: document boundaries [0, ..., T] of the microbatch's flattened tokens.
+    """mask: which tokens see which, as the kernels take it.
 
     cos_sh, sin_sh: rotary tables [s, R/2]; token t of the microbatch has position t mod s.
     dropout: where the microbatch stands in its step; None drops nothing.
     """
 
-    cu_seqlens: Sequence[int]
+    mask: Any
     cos_sh: Tensor
     sin_sh: Tensor
     dropout: DropoutAt | None = None

@@ -183,7 +183,8 @@ class Transformer(nn.Module):
             x = self.embed(token_T, dropout)
         assert x is not None, "a stage after the first needs the previous stage's output"
         length = min(self.seq_length, len(token_T))
-        sequences = Sequences(cu_seqlens, self.rope[0][:length], self.rope[1][:length], dropout)
+        mask = self.tp.ops.attention_mask(cu_seqlens, self.config.sliding_window, self.tp.device)
+        sequences = Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
         for index, layer in enumerate(self.layers):
             self._before(index + 1)
             x = layer(x, sequences)

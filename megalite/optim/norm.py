@@ -18,8 +18,7 @@ from torch import Tensor
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis
 from megalite.errors import MegaliteError
-
-_BLOCK = 1 << 22  # elements converted to float64 at a time: bounds the temporary to 32 MiB
+from megalite.kernels.adamw_operations import AdamWOperations
 
 
 class NonFiniteGradientError(MegaliteError):
@@ -38,29 +37,21 @@ class GradNorm:
         return self.num_bad_ranks == 0 and math.isfinite(self.value)
 
 
-def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares of a 1-D tensor, accumulated in float64; a 0-d float64 tensor."""
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for block in torch.split(x, _BLOCK):
-        wide = block.double()
-        total += torch.dot(wide, wide)
-    return total
-
-
 @torch.no_grad()
 def global_norm(
-    counted: Sequence[Tensor], uncounted: Sequence[Tensor], world: Axis, device: torch.device
+    counted: Sequence[Tensor],
+    uncounted: Sequence[Tensor],
+    world: Axis,
+    device: torch.device,
+    ops: AdamWOperations,
 ) -> GradNorm:
     """Norm over all ranks' `counted` gradients; `uncounted` ones are only checked to be finite.
 
     Both may be empty (a stage without parameters): the collective happens on every rank.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for x in counted:
-        sums[0] += square_sum(x)
-    others = torch.zeros((), dtype=torch.float64, device=device)
-    for x in uncounted:
-        others += square_sum(x)
+    sums[0] = ops.square_sums(counted, device)
+    others = ops.square_sums(uncounted, device)
     sums[1] = (~torch.isfinite(sums[0] + others)).double()
     comm.all_reduce(sums, world)
     squares, bad = sums.tolist()

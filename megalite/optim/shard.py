@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megalite.optim.adamw import Run
+from megalite.kernels.adamw_operations import AdamWRun
 from megalite.optim.buffers import Bucket, ChunkBuffers, Slot
 from megalite.sharding import ShardSpec
 
@@ -68,7 +68,7 @@ class BucketShard:
     grad: Tensor
     states: dict[str, Tensor]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[AdamWRun]:
         """The fewest contiguous ranges for AdamW to update, each with one rule.
 
         Frozen parameters (`requires_grad` off) are in none: decay would move them, too.
@@ -76,8 +76,17 @@ class BucketShard:
         if self.bucket.whole:
             return []
         m, v = (self.states[kind] for kind in ADAMW_KINDS)
+        low = self.param if self.weight is not self.param else None
         return [
-            Run(self.weight[i:j], self.grad[i:j], m[i:j], v[i:j], rule)
+            AdamWRun(
+                self.weight[i:j],
+                self.grad[i:j],
+                m[i:j],
+                v[i:j],
+                None if low is None else low[i:j],
+                rule.lr_scale,
+                rule.weight_decay,
+            )
             for i, j, (trained, rule) in self.split(
                 lambda slot: (slot.param.requires_grad, slot.rule)
             )
@@ -185,11 +194,15 @@ class ChunkShard:
                 shard.states[EMA].copy_(shard.weight)
 
     @torch.no_grad()
-    def params_from_masters(self) -> None:
-        """Round every master into the owned part of the parameters (nothing without masters)."""
+    def params_from_masters(self, whole_only: bool = False) -> None:
+        """Round every master into the owned part of the parameters (nothing without masters).
+
+        whole_only: those of buckets of whole parameters, where the others are up to date.
+        """
         if self.master is not None:
             for shard in self.shards:
-                shard.param.copy_(shard.weight)
+                if shard.bucket.whole or not whole_only:
+                    shard.param.copy_(shard.weight)
 
 
 def kinds_of(bucket: Bucket, options: StateOptions) -> tuple[str, ...]:

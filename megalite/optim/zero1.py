@@ -1,14 +1,15 @@
 """The distributed optimizer: gradients reduced, and state sharded, over dp_cp (ZeRO-1).
 
 Reading order: buffers (memory), shard (what this rank owns), grad_reduce, param_gather, norm,
-adamw, muon, then `DistributedOptimizer.step` here, the order of everything after backward:
+grad_factor, muon, then `DistributedOptimizer.step` here, the order of everything after backward:
 
     dp reduction -> sum over tp of partial gradients -> sum of tied weights over embedding
     -> global norm -> non-finite policy -> unscale and clip -> AdamW, Muon -> average
     -> masters to parameters -> gather
 
 Everything after the dp reduction touches only this rank's part. `zero=0` is the same code with
-one shard, all-reduce in place of reduce-scatter, and no gather. It decides no learning rate.
+one shard, all-reduce in place of reduce-scatter, and no gather. AdamW and the sums of squares are
+kernels: one pass may unscale, clip, update and write the parameters. It decides no learning rate.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis, Mesh
 from megalite.distributed.precision import DTYPES
-from megalite.optim.adamw import AdamW
+from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings, ReferenceAdamW
 from megalite.optim.buffers import Chunk, ChunkBuffers
+from megalite.optim.grad_factor import GradFactor
 from megalite.optim.grad_reduce import GradReducer
 from megalite.optim.groups import require_matches, rule_of
 from megalite.optim.loss_scale import LossScaler
@@ -56,6 +58,8 @@ class DistributedOptimizer:
     Call `begin_step`, then for each chunk `expect_last` before and `finish_chunk` after its last
     backward, then `step`. Parameters may be read after `wait_params`, or section by section in
     forward: each chunk's `before` hook is set to `wait_section`.
+
+    ops: the kernels to use, plain torch's by default.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class DistributedOptimizer:
         config: OptimizerConfig,
         dtype: torch.dtype,
         device: torch.device,
+        ops: AdamWOperations | None = None,
     ) -> None:
         self._mesh, self._config, self._device = mesh, config, device
+        self._ops = ops or ReferenceAdamW()
         names = [spec.name for chunk in chunks for _, spec in chunk.named_params()]
         assert len(set(names)) == len(names), "a parameter is on this rank twice"
         require_matches(config.groups, names, mesh.world, device)
@@ -98,9 +104,10 @@ class DistributedOptimizer:
         self._bucket_shards = [s for chunk_shard in self._shards for s in chunk_shard.shards]
         self._pieces = [piece for shard in self._bucket_shards for piece in shard.pieces()]
         self._runs = [run for shard in self._bucket_shards for run in shard.runs()]
-        self._adamw = AdamW(self._runs, config)
+        settings = AdamWSettings(config.beta1, config.beta2, config.eps)
+        self._adamw = self._ops.adamw_plan(self._runs, settings)
+        self._factor = self._grad_factor()
         self._counted, self._uncounted = self._split_counted()
-        self._step_tensor = torch.zeros((), dtype=torch.float32, device=device)
         self._num_updates = 0
         self._scaler = LossScaler(config, enabled=dtype == torch.float16)
         self._skips = SkipPolicy(config, self._scaler)
@@ -119,6 +126,7 @@ class DistributedOptimizer:
 
     def begin_step(self) -> None:
         """Zero all gradients."""
+        self._factor.clear()
         for reducer in self._reducers:
             reducer.begin()
 
@@ -139,9 +147,12 @@ class DistributedOptimizer:
         for reducer in self._reducers:
             reducer.wait()
         self.wait_params()
+        self._factor.settle()  # of a step before that no `begin_step` came after
         self._sum_partial()
         self._sum_tied()
-        norm = global_norm(self._counted, self._uncounted, self._mesh.world, self._device)
+        norm = global_norm(
+            self._counted, self._uncounted, self._mesh.world, self._device, self._ops
+        )
         scale, policy = self._scaler.scale, self._skips
         if not norm.finite:
             policy.skip_or_stop(norm, self._num_updates, self._pieces)
@@ -184,7 +195,11 @@ class DistributedOptimizer:
         return state_tensors(self._pieces, self._mesh, self._config.zero)
 
     def named_grads(self) -> list[StateTensor]:
-        """Main gradients of this rank's part, as live views: reduced and clipped after `step`."""
+        """Main gradients of this rank's part, as live views: reduced and clipped after `step`.
+
+        Ask after the step: an update that clips in passing multiplies them only when asked.
+        """
+        self._factor.settle()
         return [
             StateTensor(
                 f"grad/{p.spec.name}",
@@ -254,6 +269,13 @@ class DistributedOptimizer:
         """Bytes of this rank's parameters, gradients and state, counted from the tensors."""
         return memory_report(self._buffers, self._shards)
 
+    def _grad_factor(self) -> GradFactor:
+        """Which gradients are multiplied before the update, and which in it."""
+        shards = self._bucket_shards
+        lazy = [s.grad for s in shards if self._adamw.takes_factor and not s.bucket.whole]
+        eager = [s.grad for s in shards if not self._adamw.takes_factor or s.bucket.whole]
+        return GradFactor(eager, lazy)
+
     def _split_counted(self) -> tuple[list[Tensor], list[Tensor]]:
         """Gradient ranges that this rank adds to the norm, and those that another rank adds."""
         counted: list[Tensor] = []
@@ -279,22 +301,23 @@ class DistributedOptimizer:
     @torch.no_grad()
     def _update(self, lr: float, coefficient: float) -> None:
         """Multiply gradients by `coefficient` and apply them."""
-        if coefficient != 1.0:
-            for shard in self._bucket_shards:
-                shard.grad.mul_(coefficient)
+        self._factor.apply(coefficient)
         self._num_updates += 1
-        self._step_tensor.fill_(self._num_updates)
-        self._adamw.update(lr, self._step_tensor)
+        self._adamw.update(lr, self._num_updates, self._factor.owed)
         muon_update(self._bucket_shards, self._mesh.tp, self._config, lr)
         if self._config.ema_decay is not None:
             for shard in self._bucket_shards:
                 shard.states[EMA].lerp_(shard.weight, 1.0 - self._config.ema_decay)
-        self._publish(wait=not self._config.overlap_param_gather)
+        written = self._adamw.writes_low
+        self._publish(wait=not self._config.overlap_param_gather, whole_only=written)
 
-    def _publish(self, wait: bool) -> None:
-        """Masters to parameters, then every rank's part to every rank."""
+    def _publish(self, wait: bool, whole_only: bool = False) -> None:
+        """Masters to parameters, then every rank's part to every rank.
+
+        whole_only: AdamW wrote the parameters of all other buckets already.
+        """
         for shard in self._shards:
-            shard.params_from_masters()
+            shard.params_from_masters(whole_only)
         self._gather(wait)
 
     def _gather(self, wait: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megalite import kernels
 from megalite.distributed.mesh import Axis
 from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.grads import GradStore
@@ -18,6 +19,7 @@ class TensorParallel:
 
     sequence_parallel: activations between layers are sharded over tokens.
     overlap: the input gradient's collective is in flight during the weight gradient (same bits).
+    ops: what computes everything between the collectives.
     """
 
     axis: Axis
@@ -26,6 +28,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     overlap: bool = True
     grads: GradStore = field(default_factory=GradStore)
+    ops: kernels.Kernels = field(default_factory=kernels.Kernels)
 
     def new_parameter(self, spec: ShardSpec) -> nn.Parameter:
         """Uninitialised parameter holding this rank's piece of `spec`."""

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite import kernels
 from megalite.distributed import comm
 from megalite.tensor_parallel.context import TensorParallel
 
@@ -65,7 +64,7 @@ class VocabShard:
         return self._extras if torch.is_grad_enabled() else PLAIN
 
     def stats(self, logits_Tv: Tensor, label_T: Tensor, extras: LossExtras) -> Tensor:
-        return kernels.cross_entropy_stats(
+        return self.tp.ops.cross_entropy_stats(
             logits_Tv,
             label_T,
             self.first_column,
@@ -78,7 +77,7 @@ class VocabShard:
         """(loss[T], log-sum-exp[T]) of the whole vocabulary; the same bits on every tp rank."""
         stats = comm.all_gather(stats_T3, self.tp.axis)
         stats_rT3 = stats.view(self.tp.axis.size, *stats_T3.shape)
-        loss_T, lse_T = kernels.cross_entropy_combine(stats_rT3)
+        loss_T, lse_T = self.tp.ops.cross_entropy_combine(stats_rT3)
         self.parts_T = None
         if extras.z_loss:
             z_T = lse_T.square() * extras.z_loss
@@ -94,7 +93,7 @@ class VocabShard:
         dloss_T: Tensor,
         extras: LossExtras,
     ) -> Tensor:
-        return kernels.cross_entropy_grad_(
+        return self.tp.ops.cross_entropy_grad_(
             logits_Tv,
             label_T,
             lse_T,
@@ -170,7 +169,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         tp = shard.tp
         x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
         chunks = [slice(i, i + chunk_tokens) for i in range(0, len(x_TD), chunk_tokens)]
-        stats = [shard.stats(kernels.linear(x_TD[c], weight), label_T[c], extras) for c in chunks]
+        stats = [shard.stats(tp.ops.linear(x_TD[c], weight), label_T[c], extras) for c in chunks]
         loss_T, lse_T = shard.combine(torch.cat(stats), extras)
         ctx.save_for_backward(x, weight, label_T, lse_T)
         ctx.weight, ctx.shard, ctx.chunks, ctx.extras = weight, shard, chunks, extras
@@ -186,11 +185,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 
         def accumulate(buffer_vD: Tensor | None) -> None:
             for c in ctx.chunks:
-                logits = kernels.linear(x_TD[c], weight_vD)
+                logits = tp.ops.linear(x_TD[c], weight_vD)
                 dlogits = shard.grad_(logits, label_T[c], lse_T[c], dloss_T[c], ctx.extras)
-                dx_TD[c] = kernels.linear_input_grad(dlogits, weight_vD)
+                dx_TD[c] = tp.ops.linear_input_grad(dlogits, weight_vD)
                 if buffer_vD is not None:
-                    kernels.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
+                    tp.ops.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
 
         if ctx.weight.requires_grad:
             tp.grads.add(ctx.weight, accumulate)

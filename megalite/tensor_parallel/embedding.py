@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite import kernels
 from megalite.distributed import comm
 from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
@@ -53,6 +52,6 @@ class _Embedding(torch.autograd.Function):
         tp, (row_T, owned_T) = layer.tp, ctx.saved_tensors
         dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
         tp.grads.add(
-            layer.weight, lambda buffer: kernels.embedding_grad_(buffer, dy_TD, row_T, owned_T)
+            layer.weight, lambda buffer: tp.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T)
         )
         return None, None, None

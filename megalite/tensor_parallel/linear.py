@@ -13,13 +13,11 @@ With tp = 1 the same lines run and no collective does anything. Weight gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from megalite import kernels
 from megalite.distributed import comm
 from megalite.sharding import Matrices, ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
@@ -27,12 +25,6 @@ from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 _ONE_MATRIX = Matrices()
 
 Activation = Literal["swiglu", "gelu_tanh"]
-
-# What a row-parallel layer may apply to its input: the function and its gradient.
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "swiglu": (kernels.swiglu, kernels.swiglu_grad),
-    "gelu_tanh": (kernels.gelu, kernels.gelu_grad),
-}
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -81,7 +73,7 @@ class _ColumnLinear(torch.autograd.Function):
         tp = layer.tp
         x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
         bias_f = None if bias is None else bias.flatten()
-        y_Tf = kernels.linear(x_TD, weight.flatten(0, -2), bias_f)
+        y_Tf = tp.ops.linear(x_TD, weight.flatten(0, -2), bias_f)
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         return y_Tf
@@ -96,7 +88,7 @@ class _ColumnLinear(torch.autograd.Function):
         reduction = None
         if ctx.needs_input_grad[0]:
             reduce = comm.reduce_scatter if scatter else comm.all_reduce
-            dx_TD = kernels.linear_input_grad(dy_Tf, weight_fD)
+            dx_TD = tp.ops.linear_input_grad(dy_Tf, weight_fD)
             reduction = reduce(dx_TD, tp.axis, async_op=True)
             if not tp.overlap:
                 reduction.wait()
@@ -124,10 +116,14 @@ class RowParallelLinear(ShardedModule):
         keep_activation: bool = True,
     ) -> None:
         super().__init__(tp)
-        self.activate: Callable[[Tensor], Tensor] | None = None
-        self.activate_grad: Callable[[Tensor, Tensor], Tensor] | None = None
-        if activation is not None:
-            self.activate, self.activate_grad = _ACTIVATIONS[activation]
+        # What is applied to the input: the function and its gradient.
+        ops = tp.ops
+        activations = {
+            None: (None, None),
+            "swiglu": (ops.swiglu, ops.swiglu_grad),
+            "gelu_tanh": (ops.gelu, ops.gelu_grad),
+        }
+        self.activate, self.activate_grad = activations[activation]
         self.keep_activation = keep_activation
         spec = ShardSpec(f"{name}.weight", shape, 1, matrices=_ONE_MATRIX)
         self.weight = self.add_parameter("weight", spec)
@@ -146,7 +142,7 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         tp = layer.tp
         a_Tf = layer.activate(h) if layer.activate else h
-        y_TD = kernels.linear(a_Tf, weight)
+        y_TD = tp.ops.linear(a_Tf, weight)
         y = (comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce)(y_TD, tp.axis)
         if bias is not None:
             y += bias
@@ -160,13 +156,17 @@ class _RowLinear(torch.autograd.Function):
         layer: RowParallelLinear = ctx.layer
         tp, (h, weight, *kept) = layer.tp, ctx.saved_tensors
         if layer.bias is not None:
-            layer.accumulate_rowwise(layer.bias, kernels.bias_grad(dy))
+            layer.accumulate_rowwise(layer.bias, tp.ops.bias_grad(dy))
         dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
-        dh = None
+        dh, a_Tf = None, kept[0] if kept else None
         if ctx.needs_input_grad[0]:
-            dh = kernels.linear_input_grad(dy_TD, weight)
-            dh = layer.activate_grad(dh, h) if layer.activate_grad else dh
-        a_Tf = kept[0] if kept else layer.activate(h) if layer.activate else h
+            dh = tp.ops.linear_input_grad(dy_TD, weight)
+            if layer.activate_grad:
+                # may write into h, so that what is not kept is recomputed with it
+                dh, again_Tf = layer.activate_grad(dh, h, recompute=not kept)
+                a_Tf = again_Tf if a_Tf is None else a_Tf
+        if a_Tf is None:
+            a_Tf = layer.activate(h) if layer.activate else h
         add_linear_grads(layer, layer.weight, None, dy_TD, a_Tf)
         return dh, None, None, None
 
@@ -176,10 +176,11 @@ def add_linear_grads(
 ) -> None:
     """Hand dW = dy^T x (deferrable) and db = sum_T dy to the layer's gradient store."""
     if bias is not None:
-        layer.accumulate_rowwise(bias, kernels.bias_grad(dy_TF).view(bias.shape))
+        layer.accumulate_rowwise(bias, layer.tp.ops.bias_grad(dy_TF).view(bias.shape))
     dy_TF, x = dy_TF.detach(), x.detach()
+    ops = layer.tp.ops
     layer.tp.grads.add(
         weight,
-        lambda buffer: kernels.accumulate_weight_grad_(buffer.flatten(0, -2), dy_TF, x),
+        lambda buffer: ops.accumulate_weight_grad_(buffer.flatten(0, -2), dy_TF, x),
         deferrable=True,
     )

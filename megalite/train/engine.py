@@ -17,6 +17,7 @@ from megalite.config import RunConfig
 from megalite.config_stages import stage_layer_counts
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.precision import DTYPES, set_tf32
+from megalite.kernels import Kernels
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
@@ -25,6 +26,7 @@ from megalite.pipeline.stage import Boundary
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.tensor_parallel.cross_entropy import LossExtras
 from megalite.train.batch import TokenBatch
+from megalite.train.kernel_choice import choose_kernels
 from megalite.train.pipeline_schedule import make_schedule
 
 
@@ -41,9 +43,10 @@ class Engine:
         per_replica = config.train.micro_batch * mesh.dp.size
         num_micro_batches = config.train.global_batch // per_replica
         place = make_schedule(config, num_micro_batches).place
-        self.chunks = build_chunks(config, mesh, self.dtype, place)
+        self.ops = choose_kernels(config, mesh.device, self.dtype)
+        self.chunks = build_chunks(config, mesh, self.dtype, place, self.ops)
         self.optimizer = DistributedOptimizer(
-            self.chunks, mesh, config.optimizer, self.dtype, mesh.device
+            self.chunks, mesh, config.optimizer, self.dtype, mesh.device, self.ops
         )
         tokens = config.train.micro_batch * config.data.seq_length
         if config.parallel.sequence_parallel:
@@ -120,9 +123,16 @@ class Engine:
 
 
 def build_chunks(
-    config: RunConfig, mesh: Mesh, dtype: torch.dtype, place: Sequence[int]
+    config: RunConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    place: Sequence[int],
+    ops: Kernels | None = None,
 ) -> list[Transformer]:
-    """This pipeline rank's model chunks with their initial weights; stage s is on rank place[s]."""
+    """This pipeline rank's model chunks with their initial weights; stage s is on rank place[s].
+
+    ops: what computes them, plain torch by default.
+    """
     counts = stage_layer_counts(config)
     stops = list(accumulate(counts))
     together = len(counts) > 1 and place[0] == place[-1]  # one weight for embedding and head
@@ -134,6 +144,7 @@ def build_chunks(
             mesh.device,
             sequence_parallel=config.parallel.sequence_parallel,
             overlap=config.parallel.overlap_tp,
+            ops=ops or Kernels(),
         )
         chunk = Transformer(
             config.model,

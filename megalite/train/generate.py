@@ -20,6 +20,7 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.precision import DTYPES
 from megalite.errors import CheckpointError, ConfigError, DataError
+from megalite.kernels import select
 from megalite.model.transformer import Transformer
 from megalite.topology import Topology
 from megalite.train.engine import build_chunks
@@ -60,7 +61,9 @@ def load_model(
             "leave out --ema"
         )
     mesh = Mesh(Topology(), device)
-    (chunk,) = build_chunks(config, mesh, DTYPES[config.train.dtype], place=[0])
+    dtype = DTYPES[config.train.dtype]
+    ops = select("auto", mesh.device, dtype)
+    (chunk,) = build_chunks(config, mesh, dtype, place=[0], ops=ops)
     pieces = [
         NamedPiece.of_shard(weights, spec, 1, 0, param.detach())
         for param, spec in chunk.named_params()

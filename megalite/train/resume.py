@@ -26,6 +26,7 @@ from megalite.train.changes import (
     unused,
 )
 from megalite.train.engine import Engine
+from megalite.train.kernel_choice import kernel_notice, kernel_record
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ def resume(
     ]
     refuse(changed, accept, found.path.name)
     state.load_run(engine, found)
+    notice = kernel_notice(saved.get("kernels"), kernel_record(engine.ops))
+    if notice is not None:
+        say(notice)
     for change in changed:
         if change.needs == "accept":
             say(f"accepted: {change.text}")

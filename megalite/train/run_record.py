@@ -22,7 +22,11 @@ _MIB = 2**20
 
 
 def run_record(
-    config: RunConfig, world_size: int, device: Device, memory: MemoryReport
+    config: RunConfig,
+    world_size: int,
+    device: Device,
+    memory: MemoryReport,
+    kernels: dict[str, Any],
 ) -> dict[str, Any]:
     """The values of a `run` or `restart` line: what runs, on what, with which software."""
     return {
@@ -35,6 +39,7 @@ def run_record(
         "parameters": parameter_counts(config.model).total,
         "flops_per_token": asdict(training_flops(config.model, config.data.seq_length)),
         "memory": asdict(memory),
+        "kernels": kernels,
         "deterministic": determinism(),
     }
 

@@ -42,6 +42,7 @@ from megalite.train.console import Console
 from megalite.train.datasets import describe, open_data, require_same_data
 from megalite.train.engine import Engine
 from megalite.train.evaluate import evaluate
+from megalite.train.kernel_choice import kernel_record
 from megalite.train.param_stats import ParamStats
 from megalite.train.pipeline_trace import save_trace
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike, SpikeGuard
@@ -338,6 +339,7 @@ class Trainer:
                 "data": as_saved(self.data.identities),
                 "spikes": self.guard.state(),
                 "skips": dict(self.skips),
+                "kernels": kernel_record(self.engine.ops),
             },
         )
         self.saved_step = self.step
@@ -374,7 +376,13 @@ class Trainer:
         self.metrics.write(
             "run" if self.metrics.attempt == 1 else "restart",
             step=self.step,
-            **run_record(self.config, self.mesh.world.size, self.device, memory),
+            **run_record(
+                self.config,
+                self.mesh.world.size,
+                self.device,
+                memory,
+                kernel_record(self.engine.ops),
+            ),
             **({"changed": as_records(self.changed)} if self.changed else {}),
         )
         size = self.mesh.world.size

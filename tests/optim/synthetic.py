@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from megalite.kernels.adamw_operations import AdamWOperations
 from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig
@@ -134,12 +135,16 @@ def make_chunks(mesh: Mesh, dtype: torch.dtype, vpp: int = 1) -> list[SyntheticC
 
 
 def make(
-    mesh: Mesh, dtype: torch.dtype = torch.float64, vpp: int = 1, **settings: Any
+    mesh: Mesh,
+    dtype: torch.dtype = torch.float64,
+    vpp: int = 1,
+    ops: AdamWOperations | None = None,
+    **settings: Any,
 ) -> tuple[list[SyntheticChunk], DistributedOptimizer]:
     """Chunks and their optimizer, with buckets that hold a few parameters each."""
     chunks = make_chunks(mesh, dtype, vpp)
     config = OptimizerConfig.model_validate({"bucket_mb": 0.0005, **settings})
-    return chunks, DistributedOptimizer(chunks, mesh, config, dtype, torch.device("cpu"))
+    return chunks, DistributedOptimizer(chunks, mesh, config, dtype, torch.device("cpu"), ops)
 
 
 def accumulate(

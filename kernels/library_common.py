@@ -1,0 +1,31 @@
+"""What the custom operators share: the kernels of a tensor's device, and shapes of statistics."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from megalite.kernels import reference
+from megalite.kernels.dispatch import select
+from megalite.kernels.operations import Kernels
+from torch import Tensor
+
+
+@cache
+def _of(device: torch.device, dtype: torch.dtype) -> Kernels:
+    return select("auto", device, dtype)
+
+
+def ops_of(x: Tensor) -> Kernels:
+    """The operations that `select("auto")` gives for a tensor's device and type."""
+    return _of(x.device, x.dtype)
+
+
+def own(x: Tensor) -> Tensor:
+    """x, or a copy where a gradient would overwrite it: operators write into no argument."""
+    return x.clone() if ops_of(x).consumes else x
+
+
+def new_stats(x: Tensor, *shape: int) -> Tensor:
+    """An empty tensor in the summing type of x's."""
+    return x.new_empty(shape, dtype=reference.sum_dtype(x.dtype))

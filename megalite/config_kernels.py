@@ -1,0 +1,53 @@
+"""Can the kernels that a config names do what it asks of them? One line for each problem.
+
+What depends on the machine (a device, an installed package) is checked where the kernels are taken
+into use, in train/kernel_choice.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config import RunConfig
+
+
+def kernel_problems(config: RunConfig) -> Iterator[str]:
+    """One line for each choice of kernels that does not fit another setting."""
+    kernels, model = config.kernels, config.model
+    if kernels.backend in ("triton", "interpret") and config.train.dtype == "float64":
+        yield (
+            f"kernels.backend={kernels.backend} takes float32, bfloat16 and float16, but "
+            "train.dtype=float64; use kernels.backend=reference or auto"
+        )
+    if kernels.attention != "auto":
+        if model.attention_dropout:
+            yield (
+                f"kernels.attention={kernels.attention} drops no attention weights, but "
+                f"model.attention_dropout={model.attention_dropout:g}; set it to 0, or "
+                "kernels.attention=auto"
+            )
+        if kernels.attention.startswith("sdpa") and _window_cuts(config):
+            yield (
+                f"kernels.attention={kernels.attention} knows no sliding window, but "
+                f"model.sliding_window={model.sliding_window} cuts sequences of "
+                f"data.seq_length={config.data.seq_length}; use fa3, fa4 or auto"
+            )
+        if config.train.dtype in ("float32", "float64") and kernels.attention != "sdpa_flash":
+            yield (
+                f"kernels.attention={kernels.attention} takes bfloat16 and float16, but "
+                f"train.dtype={config.train.dtype}; use one of these, or kernels.attention=auto"
+            )
+    optimizer = config.optimizer
+    if optimizer.adam == "apex":
+        wide = config.train.dtype == "float64"
+        if wide or optimizer.moment_dtype != "float32":
+            got = "train.dtype=float64" if wide else "optimizer.moment_dtype=bfloat16"
+            yield (
+                f"optimizer.adam=apex updates float32 weights and moments, but {got}; change "
+                "that, or use optimizer.adam=fused"
+            )
+
+
+def _window_cuts(config: RunConfig) -> bool:
+    window = config.model.sliding_window
+    return window is not None and window < config.data.seq_length

@@ -1,0 +1,153 @@
+"""`kernels` of a config: what is chosen, refused, recorded, and told at a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megalite.kernels import BackendError, Kernels, select
+
+from megalite.config import RunConfig
+from megalite.config_check import check_config
+from megalite.errors import ConfigError
+from megalite.train import kernel_choice
+from megalite.train.kernel_choice import choose_kernels, kernel_notice
+from tests.pool import RankPool
+from tests.train.kit import lines, losses, make_config, train, write_tokens
+
+CPU = torch.device("cpu")
+
+
+def choose(tmp_path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Kernels:
+    return choose_kernels(make_config(tmp_path, "run", **changes), CPU, dtype)
+
+
+def test_plain_torch_computes_on_cpu(tmp_path: Path) -> None:
+    assert choose(tmp_path).name == "reference"
+    assert choose(tmp_path, kernels__backend="reference").name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"kernels__backend": "triton"},
+            "kernels.backend=triton cannot be used: the device is cpu, triton needs cuda; use "
+            "auto or reference",
+        ),
+        (
+            {"kernels__backend": "interpret"},
+            "kernels.backend=interpret cannot be used: TRITON_INTERPRET=1 must be set before "
+            "triton is imported; or use reference",
+        ),
+        (
+            {"kernels__attention": "fa3", "train__dtype": "bfloat16"},
+            "kernels.attention=fa3 needs a CUDA device",
+        ),
+        ({"kernels__norm": "apex"}, "kernels.norm=apex: apex is not installed; install NVIDIA's"),
+        ({"optimizer__adam": "apex"}, "optimizer.adam=apex: apex is not installed; install NVIDIA"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose(tmp_path, **changes)
+    assert told in str(error.value)
+
+
+def test_names_are_checked_where_no_config_does() -> None:
+    for option, told in (
+        ({"backend": "cuda"}, "allowed: auto, triton, reference, interpret"),
+        ({"attention": "xformers"}, "allowed: auto, sdpa_flash"),
+        ({"norm": "liger"}, "kernels.norm is 'liger'; allowed: auto, apex"),
+        ({"adam": "liger"}, "optimizer.adam is 'liger'; allowed: auto, apex"),
+    ):
+        with pytest.raises(BackendError, match=told):
+            select(**option)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"kernels__backend": "triton", "train__dtype": "float64"},
+            "kernels.backend=triton takes float32, bfloat16 and float16, but train.dtype=float64; "
+            "use kernels.backend=reference or auto",
+        ),
+        (
+            {"kernels__attention": "sdpa_flash", "model__attention_dropout": 0.1},
+            "kernels.attention=sdpa_flash drops no attention weights, but "
+            "model.attention_dropout=0.1; set it to 0, or kernels.attention=auto",
+        ),
+        (
+            {"kernels__attention": "sdpa_flash", "model__sliding_window": 5},
+            "kernels.attention=sdpa_flash knows no sliding window, but model.sliding_window=5 "
+            "cuts sequences of data.seq_length=16; use fa3, fa4 or auto",
+        ),
+        (
+            {"kernels__attention": "fa4"},
+            "kernels.attention=fa4 takes bfloat16 and float16, but train.dtype=float32; use one "
+            "of these, or kernels.attention=auto",
+        ),
+        (
+            {"optimizer__adam": "apex", "optimizer__moment_dtype": "bfloat16"},
+            "optimizer.adam=apex updates float32 weights and moments, but "
+            "optimizer.moment_dtype=bfloat16; change that, or use optimizer.adam=fused",
+        ),
+        (
+            {"kernels__norm": "apex", "model__norm": "layernorm"},
+            "kernels.norm=apex has no effect: model.norm=layernorm has no RMSNorm; remove it",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_config_is_told_before_anything_starts(
+    tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
+    tree = make_config(tmp_path, "run").model_dump()
+    for key, value in changes.items():
+        section, name = key.split("__")
+        tree[section][name] = value
+    assert line in check_config(RunConfig.model_validate(tree))
+
+
+def test_another_attention_trains_alike_and_is_on_record(tmp_path: Path, pool: RankPool) -> None:
+    write_tokens(tmp_path / "data", 64)
+    own = make_config(tmp_path, "own")
+    flash = make_config(tmp_path, "flash", kernels__attention="sdpa_flash")
+    for outcome in pool.run(train, 1, [(own, None), (flash, None)])[0]:
+        assert outcome.code == 0, outcome.error
+    assert losses(tmp_path / "flash") == pytest.approx(losses(tmp_path / "own"), rel=1e-5)
+    (run,) = lines(tmp_path / "flash", "run")
+    assert run["kernels"] == {"name": "reference attention=sdpa_flash", "table": None}
+
+
+def other_table(ctx: Any, config: RunConfig) -> str:
+    """Stop after two steps, then go on where kernels sum in another order; the console's log."""
+    train(ctx, [(config, 2)])
+    kept = kernel_choice.kernel_record
+    from megalite.train import resume as module
+
+    module.kernel_record = lambda ops: {"name": "triton", "table": "f" * 64}  # type: ignore
+    try:
+        train(ctx, [(config, None)])
+    finally:
+        module.kernel_record = kept
+    return (Path(config.out) / config.name / "log.txt").read_text(encoding="utf-8")
+
+
+def test_a_resume_under_other_kernels_says_so(tmp_path: Path, pool: RankPool) -> None:
+    write_tokens(tmp_path / "data", 64)
+    (log,) = pool.run(other_table, 1, make_config(tmp_path, "run"))
+    told = (
+        "kernels are triton (table ffffffffffff), saved with reference: losses go on, but not "
+        "with the same bits"
+    )
+    assert log.count(told) == 1
+    assert "finished at step 6 of 6" in log
+
+
+def test_the_same_kernels_are_not_worth_a_word() -> None:
+    record = {"name": "triton", "table": "ab"}
+    assert kernel_notice(record, dict(record)) is None
+    assert kernel_notice(None, record) is None  # a checkpoint from before there was a choice
