@@ -18,7 +18,18 @@ from megalite.kernels import tables
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "benchmarks" / "results" / "static_sm90.jsonl"
 ENTRIES = [(name, entry) for name in tables.kernel_names() for entry in tables.entries(name)]
-SIZES = {"queries", "keys", "elements", "block", "rows", "columns", "tokens", "pairs", "warps"}
+SIZES = {
+    "queries",
+    "keys",
+    "elements",
+    "block",
+    "rows",
+    "columns",
+    "inner",
+    "tokens",
+    "pairs",
+    "warps",
+}
 OTHERS = {"stages", "programs_per_sm", "one_pass", "two_loops_since"}
 
 

@@ -19,6 +19,8 @@ from megalite.kernels import triton_adamw as adamw
 from megalite.kernels import triton_attention as attention
 from megalite.kernels import triton_cross_entropy as loss
 from megalite.kernels import triton_gelu as gelu
+from megalite.kernels import triton_grouped_gemm as grouped
+from megalite.kernels import triton_moe_permute as moe
 from megalite.kernels import triton_norm as norm
 from megalite.kernels.intervals import document_intervals
 from megalite.kernels.triton_attention_backward import attention_backward
@@ -114,6 +116,35 @@ def attend(head_dim: int, drop: Drop | None = None, tokens: int = TOKENS) -> Non
     attention_backward(q, q, k, k, stats, mask, drop=drop)
 
 
+def experts(tokens: int, copies: int, num_experts: int, columns: int) -> None:
+    expert = torch.zeros(tokens, copies, dtype=torch.int64)
+    rows = moe.expert_rows(expert, num_experts)
+    x, weight = empty(tokens, columns), empty(tokens, copies, dtype=torch.float32)
+    y = moe.permute(x, rows)
+    moe.unpermute(y, rows, weight)
+    moe.unpermute_grad(x, y, rows, weight)
+
+
+def grouped_gemm(num_experts: int, rows: int, columns: int, inner: int) -> None:
+    weight, grad = (empty(num_experts, columns, inner, dtype=x) for x in (BF16, torch.float32))
+    x, dy = empty(rows, inner), empty(rows, columns)
+    offset = torch.zeros(num_experts + 1, dtype=torch.int32)
+    grouped.grouped_linear(x, weight, offset)
+    grouped.grouped_linear_input_grad(dy, weight, offset)
+    grouped.grouped_weight_grad_(grad, dy, x, offset)
+
+
+def grouped_gemm_by_pointers() -> None:
+    """The form with the most registers of those without descriptors."""
+    offset, dy = torch.zeros(9, dtype=torch.int32), empty(TOKENS, 768)
+    grouped.grouped_linear_input_grad(dy, empty(8, 768, 2048), offset, tma=False)
+
+
+def one_expert() -> None:
+    experts(1, 1, 1, 64)
+    grouped_gemm(1, 1, 64, 64)
+
+
 def one_token() -> None:
     """Sizes of 1 reach a kernel as constants instead of values."""
     x, weight = empty(1, 256), empty(256)
@@ -129,6 +160,10 @@ def one_token() -> None:
     losses, lse = loss.cross_entropy_combine(stats[None], label)
     loss.cross_entropy_grad_(x, label, lse, losses, 1, 1)
     attend(16, tokens=1)
+    weight, offset = empty(1, 1, 1, dtype=torch.float32), torch.zeros(2, dtype=torch.int32)
+    grouped.grouped_linear(weight[0], weight, offset)
+    grouped.grouped_linear_input_grad(weight[0], weight, offset)
+    grouped.grouped_weight_grad_(weight, weight[0], weight[0], offset)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -150,8 +185,11 @@ CASES: dict[str, Callable[[], None]] = {
     "attention 128": lambda: attend(128),
     "attention 128 dropout": lambda: attend(128, drop=Drop(0.1, (1, 2), 0, 0)),
     "attention 256": lambda: attend(256),
+    "experts": lambda: experts(TOKENS, 8, 128, 2048),
+    "grouped gemm": lambda: grouped_gemm(8, TOKENS, 768, 2048),
+    "grouped gemm by pointers": grouped_gemm_by_pointers,
 }
-EDGES: dict[str, Callable[[], None]] = {"one token": one_token}
+EDGES: dict[str, Callable[[], None]] = {"one token": one_token, "one expert": one_expert}
 # What every other architecture must compile: each kernel once.
 PORTABLE = [
     "rms_norm 16384",
@@ -163,6 +201,7 @@ PORTABLE = [
     "adamw bf16 gradients",
     "cast bf16",
     "attention 64",
+    "one expert",
 ]
 
 
@@ -192,7 +231,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     names = list(CASES) if arguments.capability == 90 else PORTABLE
-    names = [*names, *EDGES] if arguments.capability == 80 else names
+    names = list(dict.fromkeys([*names, *EDGES])) if arguments.capability == 80 else names
     found = []
     for row in rows(arguments.capability, names):
         print(json.dumps(row), flush=True)
