@@ -51,7 +51,11 @@ class _Embedding(torch.autograd.Function):
         layer: VocabParallelEmbedding = ctx.layer
         tp, (row_T, owned_T) = layer.tp, ctx.saved_tensors
         dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
+        dy_TD = dy_TD.detach()
+        # deferred like the head's, so that a tied weight's sums keep their order
         tp.grads.add(
-            layer.weight, lambda buffer: tp.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T)
+            layer.weight,
+            lambda buffer: tp.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T),
+            deferrable=True,
         )
         return None, None, None

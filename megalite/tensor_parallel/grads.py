@@ -47,7 +47,8 @@ class GradStore:
     def add(self, param: nn.Parameter, accumulate: Accumulate, *, deferrable: bool = False) -> None:
         """Run `accumulate(buffer)` now, or queue it when deferring and the caller allows it.
 
-        Matrix products are deferrable; what comes for free with the input gradient is not.
+        Matrix products and the embedding's rows are deferrable; what comes for free with the input
+        gradient is not.
         A queued function must hold detached tensors only.
         """
         if not param.requires_grad:

@@ -46,11 +46,11 @@ def test_schedule_equals_one_process(pool: RankPool, case: Case) -> None:
     check(pool, case)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_split_and_fused_backwards_agree_bit_for_bit(pool: RankPool, tied: bool) -> None:
+@pytest.mark.parametrize(("pp", "tied"), [(4, False), (4, True), (1, True)])
+def test_split_and_fused_backwards_agree_bit_for_bit(pool: RankPool, pp: int, tied: bool) -> None:
     outcomes = []
     for name in ("1f1b", "1f1b-early", "zb-h1", "zb-h2", "eager-1f1b"):
-        case = Case(pp=4, schedule=name, tied=tied, m=6)
+        case = Case(pp=pp, schedule=name, tied=tied, m=6)
         outcomes.append(assemble(pool.run(train_rank, case.world_size, case, case.num_layers)))
     for other in outcomes[1:]:
         assert other.losses == outcomes[0].losses
