@@ -96,8 +96,9 @@ def test_the_installed_command_starts() -> None:
     assert done.stdout.startswith("megalite 0.")
 
 
-def test_version() -> None:
-    result = invoke("version")
+@pytest.mark.parametrize("way", ["version", "--version"])
+def test_version(way: str) -> None:
+    result = invoke(way)
     assert result.exit_code == 0
     assert result.output.startswith("megalite ")
 

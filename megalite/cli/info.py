@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from megalite.errors import DataError
+
 _MIB = 2**20
 
 
@@ -22,6 +24,10 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
 ) -> None:
     """Say what a run, a checkpoint or a dataset holds, and whether it is sound."""
+    if not _there(path):
+        raise DataError(
+            f"{path} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
+        )
     from megalite.train.info import describe
     from megalite.train.records import plain
 
@@ -32,6 +38,12 @@ def info(
     lines = {"run": _run, "checkpoint": _checkpoint, "dataset": _dataset}[found["kind"]]
     for line in lines(found, quick):
         typer.echo(line)
+
+
+def _there(path: str) -> bool:
+    """Whether something of this name, or a dataset of this prefix, exists; needs no torch."""
+    stem = path.removesuffix(".bin").removesuffix(".idx")
+    return any(Path(name).exists() for name in (path, f"{stem}.bin", f"{stem}.idx"))
 
 
 def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:

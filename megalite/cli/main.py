@@ -49,9 +49,19 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     traceback: Annotated[bool, typer.Option("--traceback", hidden=True)] = False,
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
 ) -> None:
     pass
 

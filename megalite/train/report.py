@@ -20,7 +20,7 @@ _MEANING = {
     "pp_wait": "waiting for other pipeline stages (the bubble)",
     "dp_comm": "waiting for gradient and weight collectives",
     "data": "reading tokens",
-    "optimizer": "clipping and AdamW",
+    "optimizer": "clipping and the update",
     "other": "metrics, agreement between ranks, the rest",
 }
 

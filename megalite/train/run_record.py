@@ -45,7 +45,12 @@ def run_record(
 
 
 def run_lines(
-    folder: Path, config: RunConfig, world_size: int, device: Device, memory: MemoryReport
+    folder: Path,
+    config: RunConfig,
+    world_size: int,
+    device: Device,
+    memory: MemoryReport,
+    kernels: str,
 ) -> list[str]:
     """What is about to run, in a few lines."""
     parallel, parameters = config.parallel, parameter_counts(config.model).total
@@ -54,7 +59,7 @@ def run_lines(
         f"run {folder}: {parameters / 1e6:.2f}M parameters, {ranks} = tp {parallel.tp} x pp "
         f"{parallel.pp}{f' (x {parallel.vpp} chunks)' if parallel.vpp > 1 else ''} x dp "
         f"{parallel.dp}, {config.pipeline.schedule}, ZeRO-{config.optimizer.zero}, "
-        f"{config.train.dtype} on {device.name}",
+        f"{config.train.dtype} on {device.name}, {kernels} kernels",
         f"memory of rank 0: weights {memory.param_bytes / _MIB:.2f} MiB, gradients "
         f"{memory.grad_bytes / _MIB:.2f} MiB, optimizer {memory.state_bytes / _MIB:.2f} MiB "
         f"(of all {memory.padding_bytes / _MIB:.3f} MiB padding), "

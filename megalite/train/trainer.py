@@ -388,7 +388,7 @@ class Trainer:
         size = self.mesh.world.size
         samples = self.plan.first_sample(self.total_steps)
         for text in [
-            *run_lines(self.folder, self.config, size, self.device, memory),
+            *run_lines(self.folder, self.config, size, self.device, memory, self.engine.ops.name),
             *describe(self.config, self.data, samples),
         ]:
             self.console.print(text)
