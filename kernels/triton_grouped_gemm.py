@@ -244,11 +244,10 @@ def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> RowTiles:
     return RowTiles(tile_M3, rows)
 
 
-def _check(operation: str, *, weights: bool = True, **tensors: Tensor) -> None:
-    check_float(operation, **tensors)
-    check_last_contiguous(operation, **tensors)
-    same = tensors if weights else {name: x for name, x in tensors.items() if name != "buffer"}
-    check_same(operation, "types", **{name: x.dtype for name, x in same.items()})
+def _check(operation: str, buffer: Tensor | None = None, **operands: Tensor) -> None:
+    check_float(operation, buffer=buffer, **operands)
+    check_last_contiguous(operation, buffer=buffer, **operands)
+    check_same(operation, "types", **{name: x.dtype for name, x in operands.items()})
 
 
 def _flat_weights(operation: str, weight_EFD: Tensor) -> Tensor:
@@ -292,6 +291,11 @@ def _multiply_rows(
     t = default_tiles("rows", x.dtype)
     # past the last row of an expert's weights lie the next one's, which may hold anything
     whole = transposed or out_columns % t.inner == 0
+    if tma and not whole:
+        raise ValueError(
+            f"{operation}: weights of {out_columns} rows are no whole blocks of {t.inner}, so "
+            "descriptors cannot be used; pass tma=None"
+        )
     tma = (_aligned(x, weight) and whole) if tma is None else tma
     out = x.new_empty(len(x), columns)
     if not out.numel():
@@ -379,7 +383,7 @@ def grouped_weight_grad_(
     operation = "grouped_weight_grad_"
     dy_RF, x_RD = rows_readable(dy_RF), rows_readable(x_RD)
     check_groups(operation, buffer_EFD, offset_E1, dy=(dy_RF, 1), x=(x_RD, 2))
-    _check(operation, weights=False, buffer=buffer_EFD, dy=dy_RF, x=x_RD)
+    _check(operation, buffer_EFD, dy=dy_RF, x=x_RD)
     experts, out_columns, in_columns = buffer_EFD.shape
     if not buffer_EFD.numel():
         return

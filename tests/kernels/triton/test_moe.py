@@ -247,6 +247,8 @@ def test_errors_name_the_tensor_and_the_way_out() -> None:
         gemm.grouped_linear(
             x, draw(4, 2, 6).repeat(1, 2, 1).as_strided((3, 4, 6), (12, 6, 1)), offset
         )
+    with pytest.raises(ValueError, match=r"5 rows are no whole blocks of 16.*pass tma=None"):
+        gemm.grouped_linear_input_grad(draw(8, 5), weight, offset, tma=True)
     with pytest.raises(ValueError, match="rows of a tile must be the same"):
         gemm.grouped_linear(x, weight, offset, tiles=gemm.row_tiles(offset, 8, 128))
     with pytest.raises(ValueError, match=r"tiles has shape \(4, 3\), expected \(5, 3\)"):
