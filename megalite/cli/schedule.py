@@ -23,6 +23,7 @@ _STYLES = {"F": "blue", "B": "green", "W": "yellow", BACKWARD: "cyan", "R": "bri
 
 
 def schedule(
+    ctx: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME...", help="Schedules; auto: the best; file:PATH: a CSV."),
@@ -49,38 +50,100 @@ def schedule(
     png: Annotated[Path | None, typer.Option(help="Write it as a bitmap.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the schedule as a CSV.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="A run's config: its stages, their modelled times, its schedule."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of --config; repeatable."),
+    ] = None,
     from_run: Annotated[
         Path | None, typer.Option(help="A run folder: its recorded step beside the simulated one.")
     ] = None,
 ) -> None:
     """Draw a pipeline schedule, or compare several: bubble, memory, messages."""
     counts = (stages, chunks, microbatches)
+    files = (svg, html, png, trace, csv)
     if from_run is not None:
-        if names or compare:
-            raise ScheduleError("--from-run shows the schedule of the run; give no NAME with it")
-        return _show_run(from_run, unit, (svg, html, png, trace, csv))
+        if names or compare or config is not None:
+            raise ScheduleError(
+                "--from-run shows the schedule of the run; give no NAME and no --config with it"
+            )
+        return _show_run(from_run, unit, files)
+    if config is not None:
+        _require_none_of(ctx, "stages", "chunks", "microbatches", "f", "b", "w", "comm")
+        _require_none_of(ctx, "memory", "recomputed")
+        return _show_config(config, overrides or [], names or [], compare, unit, files)
+    if overrides:
+        raise ScheduleError("--set changes a setting of --config; give both, or neither")
     if not names and not compare:
         typer.echo(_catalogue())
         return
     compared = names or [k.name for k in KINDS.values() if chunks is None or k.allows(chunks)]
     made = [_make(name, *counts, (f, b, w, comm), memory, recomputed) for name in compared]
+    _show(made, compare, unit, files)
+
+
+def _require_none_of(ctx: typer.Context, *options: str) -> None:
+    for option in options:
+        source = ctx.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = {"recomputed": "recompute"}.get(option, option)
+            raise ScheduleError(
+                f"--{flag} has no effect with --config, which says it itself; take it out, or "
+                "change the config with --set"
+            )
+
+
+Files = tuple[Path | None, Path | None, Path | None, Path | None, Path | None]
+
+
+def _show(made: list[_Made], compare: bool, unit: float | None, files: Files) -> None:
+    """A table of several schedules, or the picture of one, or its files."""
     if compare or len(made) > 1:
         for line in _comparison(made):
             typer.echo(line)
     if len(made) != 1:
-        return _require_no_files(svg, html, png, trace, csv)
+        return _require_no_files(*files)
     one = made[0]
-    if not compare and not any((svg, html, png, trace, csv)):
+    if not compare and not any(files):
         typer.echo(one.title)
         _print_picture(one.schedule, one.timeline, unit)
-    _write_files(one, svg, html, png, trace, csv)
+    _write_files(one, *files)
 
 
-def _show_run(
-    run: Path,
+def _show_config(
+    path: str,
+    overrides: list[str],
+    names: list[str],
+    compare: bool,
     unit: float | None,
-    files: tuple[Path | None, Path | None, Path | None, Path | None, Path | None],
+    files: Files,
 ) -> None:
+    """The stages of a run and what each has to do, then its schedule, or others in its place."""
+    from megalite.cli.schedule_config import plan_of, stage_lines
+
+    plan = plan_of(path, overrides)
+    for line in stage_lines(plan):
+        typer.echo(line)
+    wanted = names or [plan.name]
+    if compare and not names:
+        wanted = [kind.name for kind in KINDS.values() if kind.allows(plan.v)]
+    made, left_out = [], []
+    for name in wanted:
+        try:
+            made.append(_Made(name, *plan.schedule(name)))
+        except ScheduleError as error:
+            if names or not compare:
+                raise
+            left_out.append(f"left out: {error}")
+    for line in left_out:
+        typer.echo(line)
+    _show(made, compare, unit, files)
+
+
+def _show_run(run: Path, unit: float | None, files: Files) -> None:
     """The recorded step of a run, and what its schedule would take with the same durations."""
     measured = read_trace(run)
     one = _Made(measured.name, measured.schedule, measured.durations())

@@ -1,0 +1,83 @@
+"""What `megalite schedule --config` shows: a run's stages, what each does, and its schedule.
+
+Times are modelled from FLOPs, in units of the mean work of a rank on one microbatch: what they say
+of balance holds as far as the kernels' rates are alike. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config import RunConfig
+from megalite.config_check import require_valid, resolve
+from megalite.config_load import load_config
+from megalite.config_stages import stage_layer_counts
+from megalite.schedules import Durations, Schedule
+from megalite.train.pipeline_schedule import make_schedule, modelled_durations
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved config with its stages' modelled times, in units of a rank's mean work."""
+
+    config: RunConfig
+    durations: Durations
+
+    @property
+    def name(self) -> str:
+        return str(self.config.pipeline.schedule)
+
+    @property
+    def v(self) -> int:
+        return self.config.parallel.vpp
+
+    @property
+    def num_micro_batches(self) -> int:
+        train = self.config.train
+        return train.global_batch // (train.micro_batch * (self.config.parallel.dp or 1))
+
+    def schedule(self, name: str) -> tuple[Schedule, Durations]:
+        """A schedule in place of the config's. Raises ScheduleError where it does not fit."""
+        pipeline = self.config.pipeline.model_copy(update={"schedule": name})
+        config = self.config.model_copy(update={"pipeline": pipeline})
+        return make_schedule(config, self.num_micro_batches), self.durations
+
+    def work(self) -> list[float]:
+        """Of each stage on one microbatch: forward, input gradient, weight gradient."""
+        return [sum(stage) for stage in zip(*_parts(self.durations), strict=True)]
+
+
+def plan_of(path: str, overrides: list[str]) -> Plan:
+    """The plan of a config file. Raises ConfigError as `megalite train` would."""
+    loaded = load_config(path, overrides)
+    require_valid(loaded.config, origins=loaded.origins)
+    config = resolve(loaded.config)
+    times = modelled_durations(config)
+    mean = sum(map(sum, _parts(times))) / config.parallel.pp
+    scaled = (tuple(t / mean for t in part) for part in _parts(times))
+    return Plan(config, Durations(*scaled))
+
+
+def _parts(times: Durations) -> tuple[tuple[float, ...], ...]:
+    return times.forward, times.backward_input, times.backward_weight
+
+
+def stage_lines(plan: Plan) -> Iterator[str]:
+    """Who has which layers, and how much of the work."""
+    parallel, place = plan.config.parallel, plan.schedule(plan.name)[0].place
+    counts, work = stage_layer_counts(plan.config), plan.work()
+    first = [sum(counts[:stage]) for stage in range(len(counts))]
+    per_rank = [
+        sum(w for w, rank in zip(work, place, strict=True) if rank == pp)
+        for pp in range(parallel.pp)
+    ]
+    yield "stage  rank  layers        work"
+    for stage, (rank, count, amount) in enumerate(zip(place, counts, work, strict=True)):
+        layers = f"{first[stage]}-{first[stage] + count - 1}" if count else "none"
+        ends = [name for name, at in (("embedding", 0), ("head", len(counts) - 1)) if at == stage]
+        yield f"{stage:>5}  {rank:>4}  {layers:<8}  {amount:8.1%}  {' + '.join(ends)}".rstrip()
+    yield (
+        f"work: of the mean rank's {plan.config.model.num_layers / parallel.pp:g} layers with its "
+        f"share of the head; the busiest rank has {max(per_rank):.1%}"
+    )
