@@ -32,6 +32,7 @@ from megalite.kernels.reference import (
 )
 from megalite.kernels.reference_attention import attention
 from megalite.kernels.reference_dropout import AttentionDropout, dropout, dropout_mask
+from megalite.kernels.reference_moe import RowMap
 
 __all__ = [
     "AttentionDropout",
@@ -39,6 +40,7 @@ __all__ = [
     "BackendError",
     "Kernels",
     "RopeScaling",
+    "RowMap",
     "accumulate_weight_grad_",
     "attention",
     "bias_grad",

@@ -13,16 +13,19 @@ import megalite.kernels.library_autograd  # noqa: F401
 from megalite.kernels import (
     library_attention,
     library_loss,
+    library_moe,
     library_norm,
     library_optimizer,
     library_pointwise,
 )
 from megalite.kernels.intervals import Intervals, document_intervals
 from megalite.kernels.reference import IGNORE_INDEX
+from megalite.kernels.reference_moe import RowMap
 from torch import Tensor
 
 __all__ = [
     "Intervals",
+    "RowMap",
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
@@ -30,14 +33,18 @@ __all__ = [
     "cross_entropy",
     "document_intervals",
     "dropout",
+    "expert_rows",
     "gelu",
+    "grouped_linear",
     "layer_norm",
     "linear_cross_entropy",
+    "permute",
     "rms_norm",
     "rope",
     "scale_cast",
     "sum_squares",
     "swiglu",
+    "unpermute",
 ]
 
 adamw_ = library_optimizer.adamw_
@@ -148,3 +155,26 @@ def linear_cross_entropy(
     return library_loss.linear_cross_entropy(
         x_TD, weight_VD, label_T, weight_T, ignore_index, z_loss, smoothing, size, chunk_tokens
     )[0]
+
+
+def expert_rows(expert_TK: Tensor, num_experts: int) -> RowMap:
+    """The map that sorts copies of tokens by expert, stably and on the device.
+
+    expert_TK: int32 or int64 [T, K], each token's experts; one outside 0 ... E - 1 drops the copy.
+    """
+    return RowMap(*library_moe.expert_rows(expert_TK, num_experts))
+
+
+def permute(x_TD: Tensor, rows: RowMap) -> Tensor:
+    """y[T * K, D]: each copy of a token in its row, zeros in the rows of dropped copies."""
+    return library_moe.permute(x_TD, *rows)
+
+
+def unpermute(y_RD: Tensor, rows: RowMap, weight_TK: Tensor | None = None) -> Tensor:
+    """out[T, D]: the sum of each token's rows, times its router weights."""
+    return library_moe.unpermute(y_RD, *rows, weight_TK)
+
+
+def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, rows: RowMap) -> Tensor:
+    """y[R, F] = x @ weight[e]^T for the rows of each expert e, 0 in the rows after the last."""
+    return library_moe.grouped_linear(x_RD, weight_EFD, rows.offset_E1)

@@ -17,6 +17,7 @@ from megalite.kernels import (
     reference_attention,
     reference_dropout,
     reference_intervals,
+    reference_moe,
 )
 from megalite.kernels.adamw_operations import ReferenceAdamW
 from megalite.kernels.intervals import Intervals
@@ -243,6 +244,15 @@ class Kernels(ReferenceAdamW):
         if keep_TD is None:
             return self.dropout(dy_TD, key, p, first_token)[0]
         return reference_dropout.dropout(dy_TD, keep_TD, p)
+
+    expert_rows = staticmethod(reference_moe.expert_rows)
+    permute = staticmethod(reference_moe.permute)
+    permute_grad = staticmethod(reference_moe.permute_grad)
+    unpermute = staticmethod(reference_moe.unpermute)
+    unpermute_grad = staticmethod(reference_moe.unpermute_grad)
+    grouped_linear = staticmethod(reference_moe.grouped_linear)
+    grouped_linear_input_grad = staticmethod(reference_moe.grouped_linear_input_grad)
+    grouped_weight_grad_ = staticmethod(reference_moe.grouped_weight_grad_)
 
     adamw_ = staticmethod(reference.adamw_)
     scale_cast = staticmethod(reference.scale_cast)

@@ -21,12 +21,24 @@ from torch import Tensor
 # What this torch has on CUDA for products of 16-bit tensors whose result is not rounded to 16 bits.
 _WIDE_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
 _WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
-# Rows per block of the loss: keeps temporaries near 1 MiB of float32, inside a core's cache.
-_LOSS_BLOCK_ELEMENTS = 1 << 18
+# Elements of a block of rows: on CPU temporaries stay near 1 MiB of float32, inside a core's cache;
+# elsewhere a block is enough work to start for.
+_BLOCK_ELEMENTS, _LARGE_BLOCK_ELEMENTS = 1 << 18, 1 << 26
 
 
 def _low_precision_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """x in float32 where its products are computed so."""
+    return x.float() if _low_precision_on_cpu(x) else x
+
+
+def _row_blocks(x_TD: Tensor) -> list[slice]:
+    elements = _BLOCK_ELEMENTS if x_TD.device.type == "cpu" else _LARGE_BLOCK_ELEMENTS
+    rows = max(1, elements // max(1, x_TD.shape[1]))
+    return [slice(start, start + rows) for start in range(0, x_TD.shape[0], rows)]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -192,26 +204,27 @@ def bias_gelu_grad(
 
 def swiglu(h_T2f: Tensor) -> Tensor:
     """a[T, f] = silu(h[:, :f]) * h[:, f:]; the first half is the gate."""
-    h = h_T2f.float() if _low_precision_on_cpu(h_T2f) else h_T2f
-    gate_Tf, up_Tf = h.chunk(2, dim=-1)
-    return F.silu(gate_Tf).mul_(up_Tf).to(h_T2f.dtype)
+    a_Tf = h_T2f.new_empty(h_T2f.shape[0], h_T2f.shape[1] // 2)
+    for block in _row_blocks(h_T2f):
+        gate_Tf, up_Tf = _widened(h_T2f[block]).chunk(2, dim=-1)
+        a_Tf[block] = F.silu(gate_Tf).mul_(up_Tf)
+    return a_Tf
 
 
 def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor) -> Tensor:
     """dh[T, 2f] of `swiglu`."""
-    dtype = h_T2f.dtype
-    if _low_precision_on_cpu(h_T2f):
-        da_Tf, h_T2f = da_Tf.float(), h_T2f.float()
-    gate_Tf, up_Tf = h_T2f.chunk(2, dim=-1)
     dh_T2f = torch.empty_like(h_T2f)
-    dgate_Tf, dup_Tf = dh_T2f.chunk(2, dim=-1)
-    sigmoid_Tf = torch.sigmoid(gate_Tf)
-    silu_Tf = gate_Tf * sigmoid_Tf
-    torch.mul(da_Tf, silu_Tf, out=dup_Tf)
-    # silu' = sigmoid + silu - silu * sigmoid: one exponential for both halves
-    slope_Tf = silu_Tf.addcmul_(silu_Tf, sigmoid_Tf, value=-1.0).add_(sigmoid_Tf)
-    torch.mul(slope_Tf.mul_(up_Tf), da_Tf, out=dgate_Tf)
-    return dh_T2f.to(dtype)
+    for block in _row_blocks(h_T2f):
+        da, h = _widened(da_Tf[block]), _widened(h_T2f[block])
+        gate_Tf, up_Tf = h.chunk(2, dim=-1)
+        dgate_Tf, dup_Tf = dh_T2f[block].chunk(2, dim=-1)
+        sigmoid_Tf = torch.sigmoid(gate_Tf)
+        silu_Tf = gate_Tf * sigmoid_Tf
+        torch.mul(da, silu_Tf, out=dup_Tf)
+        # silu' = sigmoid + silu - silu * sigmoid: one exponential for both halves
+        slope_Tf = silu_Tf.addcmul_(silu_Tf, sigmoid_Tf, value=-1.0).add_(sigmoid_Tf)
+        torch.mul(slope_Tf.mul_(up_Tf), da, out=dgate_Tf)
+    return dh_T2f
 
 
 # --- RoPE ----------------------------------------------------------------------------------------
@@ -264,15 +277,15 @@ def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) 
     half = cos.shape[-1]
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
-    x1, x2 = x[..., :half], x[..., half : 2 * half]
-    out1, out2 = out[..., :half], out[..., half : 2 * half]
-    if x.dtype == cos.dtype:
-        torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
-        torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
+    # on whole heads, with the halves exchanged for the sines: half the number of inner loops
+    wide, turned = x[..., : 2 * half].to(cos.dtype), out[..., : 2 * half]
+    exchanged = torch.cat([wide[..., half:], wide[..., :half]], -1)
+    exchanged.mul_(torch.cat([-sign * sin, sign * sin], -1))
+    cos = torch.cat([cos, cos], -1)
+    if turned.dtype == cos.dtype:
+        torch.addcmul(exchanged, wide, cos, out=turned)
     else:
-        x1, x2 = x1.to(cos.dtype), x2.to(cos.dtype)
-        out1.copy_((x1 * cos).addcmul_(x2, sin, value=-sign))
-        out2.copy_((x2 * cos).addcmul_(x1, sin, value=sign))
+        turned.copy_(exchanged.addcmul_(wide, cos))
 
 
 def turn(
@@ -331,11 +344,6 @@ def rotate_grad_(
 
 
 # --- cross entropy over a vocabulary shard -------------------------------------------------------
-
-
-def _row_blocks(logits_Tv: Tensor) -> list[slice]:
-    rows = max(1, _LOSS_BLOCK_ELEMENTS // max(1, logits_Tv.shape[1]))
-    return [slice(start, start + rows) for start in range(0, logits_Tv.shape[0], rows)]
 
 
 def _smoothing_share(smoothing: float, vocab_size: int | None) -> float:

@@ -17,6 +17,8 @@ from megalite.kernels import (
     triton_cross_entropy,
     triton_dropout,
     triton_gelu,
+    triton_grouped_gemm,
+    triton_moe_permute,
     triton_norm,
     triton_swiglu,
 )
@@ -251,6 +253,15 @@ class TritonKernels(TritonAdamW, Kernels):
         self, x_TD: Tensor, key: Key, p: float, first_token: int
     ) -> tuple[Tensor, Tensor | None]:
         return triton_dropout.dropout(x_TD, key, p, first_token), None
+
+    expert_rows = staticmethod(triton_moe_permute.expert_rows)
+    permute = staticmethod(triton_moe_permute.permute)
+    permute_grad = staticmethod(triton_moe_permute.permute_grad)
+    unpermute = staticmethod(triton_moe_permute.unpermute)
+    unpermute_grad = staticmethod(triton_moe_permute.unpermute_grad)
+    grouped_linear = staticmethod(triton_grouped_gemm.grouped_linear)
+    grouped_linear_input_grad = staticmethod(triton_grouped_gemm.grouped_linear_input_grad)
+    grouped_weight_grad_ = staticmethod(triton_grouped_gemm.grouped_weight_grad_)
 
     adamw_ = staticmethod(triton_adamw.adamw_)
 

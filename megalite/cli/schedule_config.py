@@ -55,8 +55,8 @@ def plan_of(path: str, overrides: list[str]) -> Plan:
     config = resolve(loaded.config)
     times = modelled_durations(config)
     mean = sum(map(sum, _parts(times))) / config.parallel.pp
-    scaled = (tuple(t / mean for t in part) for part in _parts(times))
-    return Plan(config, Durations(*scaled))
+    forward, to_input, to_weight = (tuple(t / mean for t in part) for part in _parts(times))
+    return Plan(config, Durations(forward, to_input, to_weight))
 
 
 def _parts(times: Durations) -> tuple[tuple[float, ...], ...]:

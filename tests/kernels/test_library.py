@@ -18,6 +18,10 @@ LABEL = torch.tensor([0, 4, -100, 2, 1])
 WEIGHT = torch.tensor([1.0, 0.5, 1.0, 0.0, 2.0], dtype=torch.float64)
 
 
+EXPERT = torch.tensor([[0, 2], [2, 1], [-1, 2], [1, 3]])  # expert 3 of 4 is used last, once
+ROWS = functional.expert_rows(EXPERT, 4)
+
+
 def loss(logits: Tensor) -> Tensor:
     return functional.cross_entropy(logits, LABEL, WEIGHT, z_loss=0.1, smoothing=0.2, vocab_size=5)
 
@@ -47,6 +51,13 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         lambda q, k, v: functional.attention(q, k, v, MASK)[0],
         [(7, 4, 6), (7, 2, 6), (7, 2, 6)],
     ),
+    "permute": (lambda x: functional.permute(x, ROWS), [(4, 5)]),
+    "unpermute": (lambda y: functional.unpermute(y, ROWS), [(8, 5)]),
+    "unpermute_weighted": (
+        lambda y, w: functional.unpermute(y, ROWS, w),
+        [(8, 5), (4, 2)],
+    ),
+    "grouped_linear": (lambda x, w: functional.grouped_linear(x, w, ROWS), [(8, 3), (4, 5, 3)]),
     "cross_entropy": (loss, [(5, 6)]),
     "linear_cross_entropy": (fused_loss, [(5, 3), (6, 3)]),
 }
@@ -125,6 +136,7 @@ def test_optimizer_operators_pass_torchs_checks() -> None:
     arguments = (weight, grad, m, v, hyper, 0.9, 0.95, 1e-8, 0.1, low)
     torch.library.opcheck(functional.adamw_, arguments)
     torch.library.opcheck(functional.sum_squares, (grad,))
+    torch.library.opcheck(torch.ops.megalite.expert_rows.default, (EXPERT, 4))
     torch.library.opcheck(functional.scale_cast, (grad, torch.tensor(2.0), torch.bfloat16))
 
 
