@@ -385,7 +385,8 @@ def cross_entropy_stats(
         if smoothing:
             target = target.mul_(1.0 - smoothing).add_(x.sum(1), alpha=share)
         stats_T3[block, 0] = maximum.squeeze(1)
-        stats_T3[block, 1] = (x - maximum).exp_().sum(1)
+        shifted = x - maximum if x.dtype == logits_Tv.dtype else x.sub_(maximum)  # x is a copy
+        stats_T3[block, 1] = shifted.exp_().sum(1)
         stats_T3[block, 2] = target
     return stats_T3
 
