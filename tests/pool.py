@@ -11,6 +11,9 @@ session ends or one of its ranks fails. A test passes a module-level function:
     def test_work(pool):
         results = pool.run(work, 2, 3.0)      # one result per rank
 
+Every gloo group of a rank has threads that look around a hundred times a second for as long as it
+lives. So ranks without work are stopped (SIGSTOP), and a set with many meshes gives way to another.
+
 Results and arguments travel as pickles, by value. A function that fails in any rank ends its whole
 set (the next run starts a new one), for messages in flight cannot be taken back.
 """
@@ -18,6 +21,7 @@ set (the next run starts a new one), for messages in flight cannot be taken back
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
@@ -44,6 +48,8 @@ PRELOAD = (
     "megalite.train.trainer",
     "torch.fx.experimental.symbolic_shapes",
 )
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
+MAX_MESHES = 6  # a rank has at a time; about seven groups each
 
 
 class RankFailed(AssertionError):
@@ -57,6 +63,10 @@ class RankContext:
         self.rank = rank
         self.world_size = world_size
         self._meshes: dict[tuple[int, int, int, int], Any] = {}
+
+    @property
+    def num_meshes(self) -> int:
+        return len(self._meshes)
 
     def mesh(self, *, tp: int = 1, cp: int = 1, dp: int | None = None, pp: int = 1) -> Any:
         """The mesh of this layout with all its groups made; `dp=None` takes the rest of the world.
@@ -84,11 +94,15 @@ class _RankSet:
     connections: list[Connection]
     pids: list[int]
     logs: list[Path] = field(default_factory=list)
+    num_meshes: int = 0  # of each rank
 
-    def kill(self) -> None:
+    def signal(self, number: int) -> None:
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
         for connection in self.connections:
             connection.close()
 
@@ -131,6 +145,7 @@ class RankPool:
         if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__:
             raise TypeError(f"{fn.__qualname__} must be a function at the top of its module")
         ranks = self._set_of(world_size)
+        ranks.signal(signal.SIGCONT)
         call = pickle.dumps((list(sys.path), pickle.dumps((fn, args))))
         results: dict[int, Any] = {}
         try:
@@ -144,6 +159,10 @@ class RankPool:
             message = _report(fn.__qualname__, world_size, failures, ranks.logs)
             self._drop(world_size)
             raise RankFailed(message)
+        if ranks.num_meshes > MAX_MESHES:
+            self._drop(world_size)
+        else:
+            ranks.signal(signal.SIGSTOP)
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -172,7 +191,7 @@ class RankPool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    failed, value = pickle.loads(connection.recv_bytes())
+                    failed, value, ranks.num_meshes = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     failed, value = True, "the process died"
                 if failed:
@@ -257,6 +276,8 @@ def _zygote_main(control: socket.socket, folder: Path, preload: tuple[str, ...])
             listener.listen(world_size)
             for rank in range(world_size):
                 if os.fork() == 0:
+                    # a stopped process would outlive everybody; this signal reaches it, too
+                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                     control.close()
                     _rank_main(rank, world_size, listener, folder, number)
 
@@ -315,6 +336,7 @@ def _answer(context: RankContext, call: bytes) -> bytes:
     try:
         sys.path[:], work = pickle.loads(call)  # the path first: it finds the test's module
         fn, args = pickle.loads(work)
-        return pickle.dumps((False, fn(context, *args)))
+        answer = (False, fn(context, *args), context.num_meshes)
+        return pickle.dumps(answer)
     except Exception:
-        return pickle.dumps((True, traceback.format_exc()))
+        return pickle.dumps((True, traceback.format_exc(), context.num_meshes))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from megalite.distributed import comm
-from tests.pool import RankFailed
+from tests.pool import MAX_MESHES, RankFailed
 
 
 def whoami(ctx, extra):
@@ -28,6 +30,35 @@ def process_id(ctx):
 
 def test_ranks_live_on_between_runs(pool) -> None:
     assert pool.run(process_id, 2) == pool.run(process_id, 2)
+
+
+def state_of(pid: int) -> str:
+    """A letter: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_ranks_without_work_are_stopped(pool) -> None:
+    pids = pool.run(process_id, 2)
+    deadline = time.monotonic() + 60  # a stop is not at once
+    while {state_of(pid) for pid in pids} != {"T"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert pool.run(process_id, 2) == pids
+
+
+def make_meshes(ctx, count):
+    layouts = [{"tp": 4}, {"dp": 4}, {"pp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2}]
+    layouts += [{"dp": 2, "pp": 2}, {"cp": 2, "tp": 2}]
+    for layout in layouts[:count]:
+        ctx.mesh(**layout)
+    return os.getpid()
+
+
+def test_ranks_with_many_meshes_give_way_to_new_ones(pool) -> None:
+    few = pool.run(make_meshes, 4, MAX_MESHES)
+    assert pool.run(process_id, 4) == few
+    assert pool.run(make_meshes, 4, MAX_MESHES + 1) == few
+    assert not set(pool.run(process_id, 4)) & set(few)
 
 
 def same_mesh(ctx):
