@@ -141,7 +141,7 @@ def test_deferred_weight_gradients_have_the_same_bits(recompute, tied) -> None:
     later(None, batch).backward()
     later.grads.deferred = None
     assert not gradients(later)["layers.0.attention.qkv.weight"].any()
-    assert len(queue) == 4 * config.num_layers + 1  # the matrices: four a layer, and the head
+    assert len(queue) == 4 * config.num_layers + 2  # four matrices a layer, head and embedding
     for contribution in queue:
         contribution()
     for name, grad in gradients(now).items():

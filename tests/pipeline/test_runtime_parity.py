@@ -108,8 +108,8 @@ def count_traffic(ctx):
     mesh.ledger.reset()
     runtime.run(micro_batches(4), trace=True)
     traced = [str(span.action) for span in runtime.trace]
-    gaps = [b.start - a.end for a, b in pairwise(runtime.trace)]  # where a message is awaited
-    ordered = min(gaps) >= 0.0 and sum(gaps) == pytest.approx(runtime.wait_s, abs=2e-3)
+    gaps = [b.start - a.end for a, b in pairwise(runtime.trace)]  # around the wait for a message
+    ordered = min(gaps) >= 0.0 and sum(gaps) >= runtime.wait_s - 1e-9
     waited = 0.0 < runtime.wait_s < runtime.trace[-1].end
     return mesh.ledger.axis_totals("pp")["bytes_sent"], traced, ordered and waited
 
