@@ -24,8 +24,9 @@ def all_cases() -> list[Case]:
     """Every case; attention first, for it takes longest to compile."""
     from benchmarks.gate_attention import CASES as ATTENTION
     from benchmarks.gate_cases_loss import CASES as LOSS
+    from benchmarks.gate_cases_moe import CASES as EXPERTS
 
-    return [*ATTENTION, *LOSS, *POINTWISE]
+    return [*ATTENTION, *LOSS, *POINTWISE, *EXPERTS]
 
 
 def first_checks(cases: Sequence[Case], dry: bool) -> Iterator[Check]:

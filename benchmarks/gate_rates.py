@@ -46,9 +46,10 @@ def timed_cases() -> list[Case]:
     """What is timed, the most important first."""
     from benchmarks.gate_attention import CASES as ATTENTION
     from benchmarks.gate_cases_loss import CASES as LOSS
+    from benchmarks.gate_cases_moe import CASES as EXPERTS
 
     attention = [case for case in ATTENTION if is_timed(case)]
-    return [*attention[:2], *LOSS, *POINTWISE, *attention[2:]]
+    return [*attention[:2], *LOSS, *POINTWISE, *attention[2:], *EXPERTS]
 
 
 def rates(gate: Gate) -> None:
@@ -83,7 +84,7 @@ def late(gate: Gate, name: str) -> bool:
 
 def rate_row(gate: Gate, case: Case, inputs: Inputs, seconds: float) -> Row:
     """A case's time, rate and fraction of the ceiling that it is bound by."""
-    matrix = case.kind.startswith("attention")
+    matrix = case.kind.startswith(("attention", "grouped"))
     unit, ceiling = ("tflop_per_s", "gemm_tflop_per_s") if matrix else ("tb_per_s", "copy_tb_per_s")
     rate = case.work(inputs) / seconds / 1e12
     bound = gate.ceilings.get(ceiling)

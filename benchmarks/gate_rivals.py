@@ -131,6 +131,11 @@ def fused_adamw(dry: bool) -> Call:
     return call
 
 
+def grouped_product(dry: bool) -> Call:
+    product = F.grouped_mm
+    return lambda i: product(i["x"], i["weight"].mT, offs=i["offset"][1:])
+
+
 # --- attention -----------------------------------------------------------------------------------
 
 
@@ -224,6 +229,7 @@ RIVALS: dict[str, dict[str, Callable[[bool], Call]]] = {
     },
     "adamw": {"torch fused": fused_adamw},
     "sum_squares": {"torch eager": lambda dry: lambda i: torch.linalg.vector_norm(i["x"])},
+    "grouped_linear": {"torch grouped_mm": grouped_product},
     "attention 128": attention_rivals(False),
     "attention 128 grad": attention_rivals(True),
     "attention 64": attention_rivals(False),

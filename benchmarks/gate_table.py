@@ -16,6 +16,7 @@ MARKS = {
     "loss": ("fraction", 0.80),
     "attention forward 128": ("tflop_per_s", 450.0),
     "attention backward 128": ("tflop_per_s", 320.0),
+    "grouped product": ("fraction", 0.60),  # of the rate of one large product
 }
 MFU_MARK = 0.50
 

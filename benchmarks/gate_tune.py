@@ -26,6 +26,8 @@ from megalite.kernels import (
     triton_cross_entropy,
     triton_dropout,
     triton_gelu,
+    triton_grouped_gemm,
+    triton_moe_permute,
     triton_norm,
     triton_rope,
     triton_swiglu,
@@ -44,6 +46,8 @@ LAUNCHERS = (
     triton_cross_entropy,
     triton_dropout,
     triton_gelu,
+    triton_grouped_gemm,
+    triton_moe_permute,
     triton_norm,
     triton_rope,
     triton_swiglu,
@@ -114,6 +118,20 @@ def sweeps() -> list[Sweep]:
         Sweep("attention_delta", 0, "attention 128 grad", {},
               _grid(elements=(2048, 4096, 8192), warps=(4, 8))),
     ]  # fmt: skip
+    products = tuple(
+        {"rows": m, "columns": n, "inner": k, "warps": w, "stages": s}
+        for m, n, k, w, s in (
+            (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4),
+            (64, 256, 64, 4, 3), (64, 128, 64, 4, 4),
+        )
+    )  # fmt: skip
+    found += [
+        Sweep("grouped_rows", 1, "grouped_linear", {}, products),
+        Sweep("grouped_weight_grad", 1, "grouped_linear_grad", {}, products),
+        Sweep("permute", 0, "permute", {}, _BLOCKS),
+        Sweep("unpermute", 0, "unpermute", {}, _BLOCKS),
+        Sweep("unpermute_grad", 1, "unpermute_grad", {}, _BLOCKS),
+    ]
     for entry, columns in enumerate((2048, 4096, 8192, 16384)):
         shape = {"T": (1 << 25) // columns, "D": columns}
         found.append(Sweep("norm_forward", entry, "rms_norm", shape, _grid(warps=(4, 8, 16, 32))))
