@@ -207,7 +207,7 @@ def swiglu(h_T2f: Tensor) -> Tensor:
     a_Tf = h_T2f.new_empty(h_T2f.shape[0], h_T2f.shape[1] // 2)
     for block in _row_blocks(h_T2f):
         gate_Tf, up_Tf = _widened(h_T2f[block]).chunk(2, dim=-1)
-        a_Tf[block] = F.silu(gate_Tf).mul_(up_Tf)
+        torch.mul(F.silu(gate_Tf), up_Tf, out=a_Tf[block])
     return a_Tf
 
 
@@ -218,12 +218,8 @@ def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor) -> Tensor:
         da, h = _widened(da_Tf[block]), _widened(h_T2f[block])
         gate_Tf, up_Tf = h.chunk(2, dim=-1)
         dgate_Tf, dup_Tf = dh_T2f[block].chunk(2, dim=-1)
-        sigmoid_Tf = torch.sigmoid(gate_Tf)
-        silu_Tf = gate_Tf * sigmoid_Tf
-        torch.mul(da, silu_Tf, out=dup_Tf)
-        # silu' = sigmoid + silu - silu * sigmoid: one exponential for both halves
-        slope_Tf = silu_Tf.addcmul_(silu_Tf, sigmoid_Tf, value=-1.0).add_(sigmoid_Tf)
-        torch.mul(slope_Tf.mul_(up_Tf), da, out=dgate_Tf)
+        torch.mul(da, F.silu(gate_Tf), out=dup_Tf)
+        torch.ops.aten.silu_backward.grad_input(da * up_Tf, gate_Tf, grad_input=dgate_Tf)
     return dh_T2f
 
 
