@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
@@ -10,6 +12,9 @@ from tests.pool import RankPool
 # The same examples on every run, and no clock: the machine may be busy.
 settings.register_profile("megalite", deadline=None, derandomize=True)
 settings.load_profile("megalite")
+
+# Tests that fork after torch has computed would hang in the child's OpenMP with more threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _POOL = pytest.StashKey[RankPool]()
 
