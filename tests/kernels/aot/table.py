@@ -229,9 +229,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--part", type=int, default=0, help="of --parts, this one's cases only")
+    parser.add_argument("--parts", type=int, default=1)
     arguments = parser.parse_args()
     names = list(CASES) if arguments.capability == 90 else PORTABLE
     names = list(dict.fromkeys([*names, *EDGES])) if arguments.capability == 80 else names
+    names = names[arguments.part :: arguments.parts]
     found = []
     for row in rows(arguments.capability, names):
         print(json.dumps(row), flush=True)

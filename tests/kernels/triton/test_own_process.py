@@ -18,6 +18,7 @@ def test_interpreted_kernels() -> None:
     """All tests of this folder pass with TRITON_INTERPRET=1, the memory and race checker on."""
     # -P: the repository root on the path would make kernels/ a package of its own
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += ["-n", "2", "--dist", "loadfile"]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
         "TRITON_INTERPRET": "1",
