@@ -25,13 +25,10 @@ def _cast(grad: Tensor, like: Tensor) -> Tensor:
 def _keep_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
-    ctx.set_materialize_grads(False)
 
 
-def _rms_norm(ctx: Any, dy: Tensor | None, _drstd: Tensor | None) -> Grads:
+def _rms_norm(ctx: Any, dy: Tensor, _drstd: Tensor) -> Grads:
     x, weight, rstd = ctx.saved_tensors
-    if dy is None:
-        return None, None, None
     dx, dweight = library_norm.rms_norm_grad(dy, x, weight, rstd, None)
     return dx, _cast(dweight, weight), None
 
