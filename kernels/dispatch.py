@@ -48,6 +48,10 @@ def _backend(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
         return Kernels()
     reason = _obstacle(backend, device, dtype)
     if reason is None:
+        if backend == "interpret":
+            from megalite.kernels.interpreter import install
+
+            install()
         from megalite.kernels.triton_operations import TritonKernels
 
         return TritonKernels("interpret" if backend == "interpret" else "triton")

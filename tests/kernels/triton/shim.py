@@ -1,249 +1,20 @@
-"""Repairs of Triton's interpreter, for tests only: bfloat16, program order, speed.
+"""Triton's interpreter as tests use it: repaired, its programs in any order, overflow refused.
 
-The interpreter keeps bfloat16 as raw 16-bit integers and computes on those. `install` probes each
-operation and replaces what is wrong, so an interpreter that is right is used as it is. It also
-patches triton.language once for the process instead of at every nested call, which is most of the
-interpreter's time; such a process can no longer compile kernels.
+The repairs are the product's (`megalite.kernels.interpreter`), which `kernels.backend=interpret`
+installs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
-import triton.language as tl
+from megalite.kernels import interpreter
 from triton.runtime import interpreter as interp
 
-BF16 = tl.bfloat16
-FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 builder = interp.interpreter_builder
-Handle = interp.TensorHandle
-
-
-def widen(bits: np.ndarray) -> np.ndarray:
-    """float32 values of bfloat16 bit patterns."""
-    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
-
-
-def narrow(values: np.ndarray) -> np.ndarray:
-    """bfloat16 bit patterns nearest to float32 values, ties to even; NaN stays NaN."""
-    values = np.ascontiguousarray(values, dtype=np.float32)
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def _is_bf16(handle: Any) -> bool:
-    return bool(handle.dtype.scalar == BF16)
-
-
-def _wide(handle: Any) -> Any:
-    return Handle(widen(handle.data), tl.float32) if _is_bf16(handle) else handle
-
-
-def _rounded(result: Any) -> Any:
-    """A float32 result as bfloat16; results of comparisons stay."""
-    if result.data.dtype == np.bool_:
-        return Handle(result.data, tl.int1)
-    return Handle(narrow(result.data), BF16)
-
-
-def _through_float32(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder's method with bfloat16 operands widened and its result rounded."""
-
-    def call(self: Any, *operands: Any, **options: Any) -> Any:
-        handles = [x for x in operands if isinstance(x, Handle)]
-        if not any(_is_bf16(x) for x in handles) or operands[-1] is np.where:
-            return method(self, *operands, **options)
-        operands = tuple(_wide(x) if isinstance(x, Handle) else x for x in operands)
-        return _rounded(method(self, *operands, **options))
-
-    return call
-
-
-def _comparisons_are_bool(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Results of comparisons get type int1; with that of their operands, scalars splat wrongly."""
-
-    def call(self: Any, *operands: Any) -> Any:
-        result = method(self, *operands)
-        if result.data.dtype == np.bool_:
-            return Handle(result.data, tl.int1)
-        return result
-
-    return call
-
-
-def _dot(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return method(self, _wide(a), _wide(b), *rest)
-
-    return call
-
-
-def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Casts to bfloat16 round to nearest even; casts from it go through float32."""
-
-    def call(self: Any, source: Any, target: Any, *rest: Any) -> Any:
-        scalar = target.scalar
-        if _is_bf16(source) and scalar == BF16:
-            return source
-        if _is_bf16(source):
-            wide = _wide(source)
-            return wide if scalar == tl.float32 else method(self, wide, target, *rest)
-        if scalar == BF16:
-            return Handle(narrow(source.data), BF16)
-        return method(self, source, target, *rest)
-
-    return call
-
-
-def _as_fp8(values: np.ndarray, dtype: Any) -> np.ndarray:
-    wide = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-    return wide.to(FP8[dtype]).view(torch.uint8).numpy()
-
-
-def _cast_to_fp8(method: Callable[..., Any]) -> Callable[..., Any]:
-    """float32 to 8 bits by torch."""
-
-    def call(self: Any, source: Any, target: Any, *rest: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and target.scalar in FP8:
-            return Handle(_as_fp8(source.data, target.scalar), target.scalar)
-        return method(self, source, target, *rest)
-
-    return call
-
-
-def _probe_fp8() -> bool:
-    values = np.linspace(-460, 460, 997, dtype=np.float32)
-    rounding = interp._ir.ROUNDING_MODE.RTNE
-    source = Handle(values, tl.float32)
-    return all(
-        np.array_equal(
-            builder.create_fp_to_fp(source, dtype, rounding).data, _as_fp8(values, dtype)
-        )
-        for dtype in FP8
-    )
-
-
-def _probe_handle(*values: float) -> Any:
-    return Handle(narrow(np.array(values, dtype=np.float32)), BF16)
-
-
-def _values(handle: Any) -> list[float]:
-    data = widen(handle.data) if handle.data.dtype == np.uint16 else handle.data
-    return [float(x) for x in np.ravel(data)]
-
-
-def _probe_cast(method: str) -> bool:
-    # 1 + 2^-8 + 2^-16 rounds up, 1 + 2^-8 is a tie that stays even, 1 + 3 * 2^-8 a tie going up
-    source = np.array([1 + 2**-8 + 2**-16, 1 + 2**-8, 1 + 3 * 2**-8], dtype=np.float32)
-    rest = (interp._ir.ROUNDING_MODE.RTNE,) if method == "create_fp_to_fp" else ()
-    got = getattr(builder, method)(Handle(source, tl.float32), BF16, *rest)
-    return _values(got) == [1 + 2**-7, 1.0, 1 + 2**-6]
-
-
-def _probe_binary() -> bool:
-    got = builder.create_fadd(_probe_handle(1.5, -2.0), _probe_handle(0.25, 1.0))
-    less = builder.create_fcmpOLT(_probe_handle(-1.0, 2.0), _probe_handle(0.0, 0.0))
-    return _values(got) == [1.75, -1.0] and [bool(x) for x in less.data] == [True, False]
-
-
-def _probe_comparison() -> bool:
-    one = Handle(np.ones(1, dtype=np.float32), tl.float32)
-    return bool(builder.create_fcmpOLT(one, one).dtype == tl.int1)
-
-
-def _probe_unary() -> bool:
-    return _values(builder.create_sqrt(_probe_handle(4.0, 2.25))) == [2.0, 1.5]
-
-
-def _probe_ternary() -> bool:
-    x = _probe_handle(-3.0, 0.5)
-    low, high = _probe_handle(-1.0, -1.0), _probe_handle(1.0, 1.0)
-    return _values(builder.create_clampf(x, low, high, interp._ir.PROPAGATE_NAN.ALL)) == [-1.0, 0.5]
-
-
-def _probe_dot() -> bool:
-    a = Handle(narrow(np.array([[1.5, 2.0]], dtype=np.float32)), BF16)
-    b = Handle(narrow(np.array([[2.0], [-1.0]], dtype=np.float32)), BF16)
-    zero = Handle(np.zeros((1, 1), dtype=np.float32), tl.float32)
-    return _values(builder.create_dot(a, b, zero, None, 0)) == [1.0]
-
-
-def _right(probe: Callable[[], bool]) -> bool:
-    try:
-        return probe()
-    except (ArithmeticError, AttributeError, TypeError, ValueError):
-        return False
-
-
-# method, what shows that it is right, what to wrap it in
-Repair = tuple[str, Callable[[], bool], Callable[..., Any]]
-REPAIRS: list[Repair] = [
-    ("cast_impl", lambda: _probe_cast("cast_impl"), _cast),
-    ("create_fp_to_fp", lambda: _probe_cast("create_fp_to_fp"), _cast),
-    ("create_fp_to_fp", _probe_fp8, _cast_to_fp8),
-    ("binary_op", _probe_binary, _through_float32),
-    ("binary_op", _probe_comparison, _comparisons_are_bool),
-    ("unary_op", _probe_unary, _through_float32),
-    ("ternary_op", _probe_ternary, _through_float32),
-    (
-        "create_rsqrt",
-        lambda: _values(builder.create_rsqrt(_probe_handle(4.0))) == [0.5],
-        _through_float32,
-    ),
-    (
-        "create_erf",
-        lambda: _values(builder.create_erf(_probe_handle(0.0, 8.0))) == [0.0, 1.0],
-        _through_float32,
-    ),
-    (
-        "create_fma",
-        lambda: (
-            _values(builder.create_fma(_probe_handle(2.0), _probe_handle(3.0), _probe_handle(1.0)))
-            == [7.0]
-        ),
-        _through_float32,
-    ),
-    ("create_dot", _probe_dot, _dot),
-]
-
-
-def repair_builder() -> list[str]:
-    """Replace the operations whose probe fails; their names."""
-    cls = interp.InterpreterBuilder
-    repaired = []
-    for name, probe, repair in REPAIRS:
-        if not _right(probe):
-            setattr(cls, name, repair(getattr(cls, name)))
-            assert probe(), f"{name} is still wrong after its repair"
-            repaired.append(name)
-    return repaired
-
-
-def _refuse_raw_sums() -> None:
-    """tl.sum of a bfloat16 tile adds bit patterns: kernels widen right after the load."""
-    original = interp.ReduceOps.apply_impl
-
-    def apply_impl(self: Any, inputs: Any) -> Any:
-        if any(x.dtype.scalar == BF16 for x in inputs):
-            raise TypeError("reduction over a bfloat16 tile: convert it to float32 after the load")
-        return original(self, inputs)
-
-    interp.ReduceOps.apply_impl = apply_impl
-
-
-def _patch_language_once() -> None:
-    """Leave triton.language interpreted for good, so that nested calls need not patch it again."""
-    interp._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    # numpy 2.4 refuses int() of a one-element array, which is what a run-time loop bound is
-    tl.core.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-    interp._patch_lang = lambda fn: interp._LangPatchScope()
 
 
 @dataclasses.dataclass
@@ -288,9 +59,6 @@ def overflow_checks() -> Iterator[None]:
 
 def install() -> list[str]:
     """Repair the interpreter of this process; the names of what was wrong."""
-    np.seterr(all="ignore")  # infinities are ordinary values in masks
-    repaired = repair_builder()
-    _refuse_raw_sums()
-    _patch_language_once()
+    repaired = interpreter.install()
     _patch_program_order()
-    return repaired
+    return list(repaired)
