@@ -10,6 +10,7 @@ from __future__ import annotations
 
 # Registers the operators' gradients.
 import megalite.kernels.library_autograd  # noqa: F401
+import torch
 from megalite.kernels import (
     library_attention,
     library_loss,
@@ -47,9 +48,41 @@ __all__ = [
     "unpermute",
 ]
 
-adamw_ = library_optimizer.adamw_
-sum_squares = library_optimizer.sum_squares
-scale_cast = library_optimizer.scale_cast
+
+def adamw_(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    low: Tensor | None = None,
+) -> None:
+    """One AdamW update in place of flat tensors of one length; `low` gets the new weight, rounded.
+
+    hyper: float32 [4] on the device = lr, 1 - beta1^t, 1 - beta2^t, factor of the gradient, for
+    update t from 1. weight: float32 (the master), or float64 with a float64 hyper; grad, moments
+    and low: any type of storage. weight_decay is scaled by lr, as torch.optim.AdamW does.
+    """
+    library_optimizer.adamw_(
+        weight, grad, exp_avg, exp_avg_sq, hyper, beta1, beta2, eps, weight_decay, low
+    )
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Sum of squares of a tensor of any shape, in a fixed order: float64, 0-d, no gradient."""
+    return library_optimizer.sum_squares(x)
+
+
+def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in another floating type (float8 too), too large values becoming its largest.
+
+    scale: one float32 on the device. NaN stays NaN; no gradient.
+    """
+    return library_optimizer.scale_cast(x, scale, dtype)
 
 
 def _rows(x: Tensor) -> Tensor:

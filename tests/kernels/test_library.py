@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -134,10 +135,19 @@ def test_optimizer_operators_pass_torchs_checks() -> None:
     low = torch.empty(9, dtype=torch.bfloat16)
     hyper = torch.tensor([1e-2, 0.1, 0.05, 0.5])
     arguments = (weight, grad, m, v, hyper, 0.9, 0.95, 1e-8, 0.1, low)
-    torch.library.opcheck(functional.adamw_, arguments)
-    torch.library.opcheck(functional.sum_squares, (grad,))
+    torch.library.opcheck(torch.ops.megalite.adamw_.default, arguments)
+    torch.library.opcheck(torch.ops.megalite.sum_squares.default, (grad,))
     torch.library.opcheck(torch.ops.megalite.expert_rows.default, (EXPERT, 4))
-    torch.library.opcheck(functional.scale_cast, (grad, torch.tensor(2.0), torch.bfloat16))
+    cast = (grad, torch.tensor(2.0), torch.bfloat16)
+    torch.library.opcheck(torch.ops.megalite.scale_cast.default, cast)
+
+
+def test_every_function_says_what_it_takes() -> None:
+    for name in functional.__all__:
+        value = getattr(functional, name)
+        assert value.__module__.startswith("megalite.kernels")
+        assert value.__doc__, name
+        assert inspect.signature(value).parameters
 
 
 def test_adamw_is_torchs() -> None:
