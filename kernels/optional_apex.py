@@ -114,8 +114,8 @@ class ApexOperations:
 
 def apex_adamw(base: AdamWOperations, device: torch.device) -> AdamWOperations:
     """`base` with apex's update. Raises BackendError with what to install or to change."""
-    fused_adam = apex_attribute("apex.optimizers", "FusedAdam", "optimizer.adam=apex")
     _require_cuda("optimizer.adam=apex", device, "optimizer.adam=fused")
+    fused_adam = apex_attribute("apex.optimizers", "FusedAdam", "optimizer.adam=apex")
     return ApexOperations(base, fused_adam)
 
 
@@ -162,11 +162,10 @@ class ApexRMSNorm:
 def apex_rms_norm(device: torch.device) -> ApexRMSNorm:
     """apex's RMSNorm. Raises BackendError with what to install or to change."""
     asked = "kernels.norm=apex"
+    _require_cuda(asked, device, "kernels.norm=auto")
     apex_attribute("apex.normalization", "FusedRMSNorm", asked)
     apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", asked)
     apex_attribute("fused_layer_norm_cuda", "rms_backward_affine", asked)
-    _require_cuda(asked, device, "kernels.norm=auto")
-
     return ApexRMSNorm(importlib.import_module("fused_layer_norm_cuda"))
 
 

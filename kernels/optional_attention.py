@@ -73,10 +73,10 @@ class AttentionAdapter(ABC):
             )
 
 
-def attention_adapter(name: str, device: torch.device) -> AttentionAdapter:
-    """The adapter of one of `NAMES` on a device. Raises BackendError: what to install, or change.
+def require_attention(name: str, device: torch.device) -> None:
+    """Raise BackendError, with what to install or to change, unless a device can have an adapter.
 
-    fa3 and fa4 replace torch's flash attention in the whole process.
+    Takes nothing into use.
     """
     if name not in NAMES:
         allowed = ", ".join(("auto", *NAMES))
@@ -88,7 +88,7 @@ def attention_adapter(name: str, device: torch.device) -> AttentionAdapter:
         )
     probe(name)
     if name in _BACKENDS:
-        return SdpaAttention(name)
+        return
     major = torch.cuda.get_device_capability(device)[0]
     if major not in _CAPABILITIES[name]:
         needed = " or ".join(f"{number}.x" for number in _CAPABILITIES[name])
@@ -96,6 +96,16 @@ def attention_adapter(name: str, device: torch.device) -> AttentionAdapter:
             f"kernels.attention={name} needs a device of capability {needed}, this one has "
             f"{major}.x; use auto or sdpa_flash"
         )
+
+
+def attention_adapter(name: str, device: torch.device) -> AttentionAdapter:
+    """The adapter of one of `NAMES` on a device. Raises BackendError as `require_attention`.
+
+    fa3 and fa4 replace torch's flash attention in the whole process.
+    """
+    require_attention(name, device)
+    if name in _BACKENDS:
+        return SdpaAttention(name)
     activate_flash(name)
     return PackedAttention(name)
 

@@ -47,11 +47,11 @@ class TritonKernels(TritonAdamW, Kernels):
         self.name = name
 
     def check_model(self, head_dim: int, hidden_size: int) -> None:
-        if head_dim not in HEAD_DIMS:
+        if head_dim not in HEAD_DIMS and "attention" not in vars(self):  # an adapter's otherwise
             raise BackendError(
                 f"the triton attention has no kernel for a head dim of {head_dim}; it takes "
                 f"{', '.join(map(str, HEAD_DIMS))}; change the model, or set "
-                "kernels.backend=reference"
+                "kernels.attention=sdpa_flash or kernels.backend=reference"
             )
         if hidden_size > triton_norm.MAX_COLUMNS:
             raise BackendError(

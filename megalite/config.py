@@ -329,11 +329,13 @@ class LogConfig(Section):
 
 
 class KernelsConfig(Section):
-    """What computes norms, activations, attention, loss and update."""
+    """What computes norms, activations, attention, loss and update; docs/kernels.md tells more."""
 
-    # auto: triton on CUDA devices of capability 8.0 and up, else plain torch; interpret: for tests
+    # auto: triton on CUDA devices of capability 8.0 and up, else plain torch (reference);
+    # interpret: triton on the CPU, for tests, with TRITON_INTERPRET=1 in the environment
     backend: Literal["auto", "triton", "reference", "interpret"] = "auto"
-    # auto: the backend's own; others are taken from torch or a package, or refused
+    # auto: the backend's own; sdpa: torch's flash or cuDNN attention; fa3, fa4: FlashAttention 3 or
+    # 4, where it is installed
     attention: Literal["auto", "sdpa_flash", "sdpa_cudnn", "fa3", "fa4"] = "auto"
     norm: Literal["auto", "apex"] = "auto"  # of RMSNorm; apex: NVIDIA's, where it is installed
 

@@ -1,6 +1,7 @@
 """Which settings may differ between the run that saved a checkpoint and the run that resumes it.
 
-The one table of it. `free`: changes no number, or only where the run lies and what it tells.
+The one table of it. `free`: changes no number beyond the rounding of sums in another order (which
+kernels are told at the resume), or only where the run lies and what it tells.
 `never`: the checkpoint would not fit. All others decide what the run computes: they are refused
 unless the command line lists them with `--accept`. What is compared is train/changes.py's business.
 """
@@ -19,7 +20,7 @@ Change = Literal["free", "accept", "never"]
 DATA = "data"
 ALL_LISTED = "all-listed"
 
-_FREE_SECTIONS = ("name", "out", "log", "eval", "checkpoint", "parallel", "pipeline")
+_FREE_SECTIONS = ("name", "out", "log", "eval", "checkpoint", "parallel", "pipeline", "kernels")
 _FREE_KEYS = (
     "train.micro_batch",
     "train.recompute",
@@ -33,6 +34,7 @@ _FREE_KEYS = (
     "data.tokenizer",
     "data.workers",
     "data.prefetch",
+    "optimizer.adam",
     "optimizer.zero",
     "optimizer.bucket_mb",
     "optimizer.overlap_grad_reduce",

@@ -122,10 +122,19 @@ def _software(found: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in (found["versions"] or {}).items())
     commit, hardware = found.get("git_commit"), found.get("hardware") or {}
     yield f"software     {versions or 'n/a'}{f', commit {commit[:12]}' if commit else ''}"
+    yield f"kernels      {_kernels(found.get('kernels'))}"
     if hardware:
         peak = hardware.get("peak_tflops")
         shown = f"{peak:g} TFLOP/s" if peak else "n/a"
         yield f"hardware     {hardware.get('name', 'n/a')}, peak {shown}"
+
+
+def _kernels(record: Any) -> str:
+    """A run's kernels and the start of their table's hash; a record may be older, or damaged."""
+    if not isinstance(record, dict):
+        return "n/a"
+    table = record.get("table")
+    return f"{_text(record.get('name'))}{f', table {table[:12]}' if table else ''}"
 
 
 def _verified(quick: bool) -> str:

@@ -58,6 +58,7 @@ def examine(out: Path) -> list[Finding]:
     findings = [
         *_software(),
         *_devices(),
+        *_kernels(),
         *_communication(),
         *_limits(),
         *_room(out),
@@ -140,6 +141,31 @@ def _devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
+
+
+def _kernels() -> Iterator[Finding]:
+    """What `kernels.backend` and `kernels.attention` may be here; nothing is taken into use."""
+    import torch
+
+    from megalite.kernels import BackendError, select
+    from megalite.kernels.optional_attention import NAMES, require_attention
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found, good = f"{select('triton', device).name} by kernels.backend=auto", True
+    except BackendError as error:
+        reason = str(error).removeprefix("kernels.backend=triton cannot be used: ")
+        found, good = f"plain torch by kernels.backend=auto: {reason}", device.type == "cpu"
+    yield Finding("kernels", "ok" if good else "warning", found, "plain torch is slower on a GPU")
+    there, absent = ["auto"], []
+    for name in NAMES:
+        try:
+            require_attention(name, device)
+            there.append(name)
+        except BackendError:
+            absent.append(name)
+    lacking = f"; not {', '.join(absent)} (a run that asks for one says why)" if absent else ""
+    yield Finding("attention", "ok", f"kernels.attention may be {', '.join(there)}{lacking}")
 
 
 def _gpu(index: int) -> Finding:

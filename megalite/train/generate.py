@@ -20,10 +20,10 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.precision import DTYPES
 from megalite.errors import CheckpointError, ConfigError, DataError
-from megalite.kernels import select
 from megalite.model.transformer import Transformer
 from megalite.topology import Topology
 from megalite.train.engine import build_chunks
+from megalite.train.kernel_choice import generation_kernels
 from megalite.train.sampling import Sampling
 
 
@@ -62,7 +62,7 @@ def load_model(
         )
     mesh = Mesh(Topology(), device)
     dtype = DTYPES[config.train.dtype]
-    ops = select("auto", mesh.device, dtype)
+    ops = generation_kernels(config, mesh.device, dtype)
     (chunk,) = build_chunks(config, mesh, dtype, place=[0], ops=ops)
     pieces = [
         NamedPiece.of_shard(weights, spec, 1, 0, param.detach())

@@ -63,6 +63,7 @@ def _run(path: Path, verify: bool) -> dict[str, Any]:
         "hardware": head.get("hardware"),
         "versions": head.get("versions"),
         "git_commit": head.get("git_commit"),
+        "kernels": head.get("kernels"),
         "attempts": max((line.get("attempt", 1) for line in lines.sound), default=0),
         "step": last.get("step", head.get("step")),
         "loss": last.get("loss"),
@@ -108,6 +109,7 @@ def _checkpoint(path: Path, verify: bool) -> dict[str, Any]:
         "files": len(manifest.files),
         "bytes": sum(entry.size_bytes for entry in manifest.files.values()),
         "versions": manifest.versions,
+        "kernels": trainer.get("kernels") if isinstance(trainer, dict) else None,
         "consumed_tokens": trainer.get("consumed_tokens") if isinstance(trainer, dict) else None,
         "verified": "sha256" if verify else "size",
     }

@@ -15,23 +15,68 @@ from megalite.kernels.tables import table_hash
 def choose_kernels(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
     """The operations that `kernels` and `optimizer.adam` name.
 
-    Raises ConfigError where they cannot be had, or where the model has a shape or the optimizer a
-    type that they do not take.
+    Raises ConfigError where they cannot be had, with a line for each setting, or where the model
+    has a shape that they do not take.
     """
-    adam = "auto" if config.optimizer.adam == "fused" else config.optimizer.adam
+    backend, others = config.kernels.backend, _others(config)
+    problems = [
+        told
+        for options in ({"backend": backend}, *({name: value} for name, value in others.items()))
+        if (told := _problem(device, dtype, options))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    ops = select(backend, device, dtype, **others)
+    told = _misfit(config, ops)
+    if told is not None:
+        raise ConfigError(told)
+    return ops
+
+
+def generation_kernels(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """What continues texts with a run's weights, which may be on another kind of machine.
+
+    `auto` for the device; plain torch where the run asked for it, or where the model has a shape
+    that Triton has no kernels for.
+    """
+    if config.kernels.backend == "reference":
+        return Kernels()
+    ops = select("auto", device, dtype)
+    return ops if _misfit(config, ops) is None else Kernels()
+
+
+def _others(config: RunConfig) -> dict[str, str]:
+    """Single operations that do not come from the backend, by the name `select` has for them."""
+    adam = config.optimizer.adam
+    named = {"attention": config.kernels.attention, "norm": config.kernels.norm, "adam": adam}
+    return {name: value for name, value in named.items() if value not in ("auto", "fused")}
+
+
+def _problem(device: torch.device, dtype: torch.dtype, options: dict[str, str]) -> str | None:
     try:
-        ops = select(
-            config.kernels.backend,
-            device,
-            dtype,
-            attention=config.kernels.attention,
-            norm=config.kernels.norm,
-            adam=adam,
-        )
+        select(device=device, dtype=dtype, **{"backend": "reference", **options})
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def _misfit(config: RunConfig, ops: Kernels) -> str | None:
+    """Why these operations do not take the config's model."""
+    try:
         ops.check_model(config.model.head_size, config.model.hidden_size)
     except BackendError as error:
-        raise ConfigError(str(error)) from error
-    return ops
+        return str(error)
+    return None
+
+
+def plain_on_gpu(
+    config: RunConfig, ops: Kernels, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """What to say where `auto` computes in plain torch although the device is a GPU: why."""
+    if config.kernels.backend != "auto" or device.type == "cpu" or ops.consumes:
+        return []
+    told = _problem(device, dtype, {"backend": "triton"})
+    return [] if told is None else [f"plain torch computes on {device.type}: {told}"]
 
 
 def kernel_record(ops: Kernels) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from megalite.train.console import Console
 from megalite.train.datasets import describe, open_data, require_same_data
 from megalite.train.engine import Engine
 from megalite.train.evaluate import evaluate
-from megalite.train.kernel_choice import kernel_record
+from megalite.train.kernel_choice import kernel_record, plain_on_gpu
 from megalite.train.param_stats import ParamStats
 from megalite.train.pipeline_trace import save_trace
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike, SpikeGuard
@@ -389,6 +389,7 @@ class Trainer:
         samples = self.plan.first_sample(self.total_steps)
         for text in [
             *run_lines(self.folder, self.config, size, self.device, memory, self.engine.ops.name),
+            *plain_on_gpu(self.config, self.engine.ops, self.mesh.device, self.engine.dtype),
             *describe(self.config, self.data, samples),
         ]:
             self.console.print(text)

@@ -43,6 +43,10 @@ def test_this_machine_can_train_and_json_says_the_same(tmp_path: Path) -> None:
         assert name in names
     for name in ("/dev/shm", "disk of out", "run folders", "triton", "tensorboard", "wandb"):
         assert name in names
+    told = {finding["name"]: finding["found"] for finding in report["findings"]}
+    if not torch.cuda.is_available():
+        assert told["kernels"].startswith("plain torch by kernels.backend=auto: the device is cpu")
+        assert told["attention"].startswith("kernels.attention may be auto, sdpa_flash; not sdpa_c")
     for finding in report["findings"]:
         assert bool(finding["remedy"]) == (finding["status"] != "ok")
     text = invoke("--out", tmp_path / "runs")

@@ -57,6 +57,8 @@ def test_a_run(folder: Path) -> None:
     assert "steps        4 of 4, 256 tokens, attempt 2, finished\n" in text
     assert "step-00000004  0." in text
     assert "peak n/a" in text
+    assert found["kernels"] == {"name": "reference", "table": None}
+    assert "kernels      reference\n" in text
 
 
 def test_a_checkpoint(folder: Path) -> None:
@@ -69,6 +71,7 @@ def test_a_checkpoint(folder: Path) -> None:
     assert {"param", "exp_avg", "exp_avg_sq"} <= set(found["states"])
     assert as_json(path, "--quick")["verified"] == "size"
     assert "saved at     tp 2 x cp 1 x dp 1 x pp 1\n" in invoke(path).output
+    assert "kernels      reference\n" in invoke(path).output
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])

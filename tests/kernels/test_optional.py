@@ -13,6 +13,7 @@ import torch.nn.attention
 import torch.nn.functional as F
 from megalite.kernels import optional
 from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings, ReferenceAdamW
+from megalite.kernels.adapted import with_adapters
 from megalite.kernels.errors import BackendError
 from megalite.kernels.optional_apex import (
     ApexAdamW,
@@ -245,6 +246,17 @@ def test_names_and_devices_of_attention_are_checked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     with pytest.raises(BackendError, match="has no cuDNN here; install a CUDA build"):
         attention_adapter("sdpa_cudnn", torch.device("cuda"))
+
+
+def test_attention_of_another_package_takes_head_dims_of_its_own() -> None:
+    from megalite.kernels.triton_operations import TritonKernels
+
+    with pytest.raises(BackendError, match=r"head dim of 40; it takes 16.*attention=sdpa_flash or"):
+        TritonKernels().check_model(40, 64)
+    ops = with_adapters(TritonKernels(), CPU, "sdpa_flash", "auto", "auto")
+    ops.check_model(40, 64)
+    with pytest.raises(BackendError, match=r"up to 16384 columns, model\.hidden_size is 20000"):
+        ops.check_model(40, 20000)
 
 
 MODULES = {"fa3": "flash_attn_interface.py", "fa4": "flash_attn/cute/interface.py"}

@@ -169,6 +169,8 @@ def test_the_table_has_a_place_for_every_setting() -> None:
     }
     listed = {name for name, kind in kinds.items() if kind == "accept"}
     assert listed >= {*HORIZON, "optimizer.lr", "train.global_batch", "train.seed", "train.z_loss"}
+    kernels = ("kernels.backend", "kernels.attention", "kernels.norm", "optimizer.adam")
+    assert {kinds[name] for name in kernels} == {"free"}  # told, as kernel_notice has it
     for layout in LAYOUTS.values():
         assert {kinds[name] for name in layout} <= {"free"}
 

@@ -13,7 +13,12 @@ from megalite.config import RunConfig
 from megalite.config_check import check_config
 from megalite.errors import ConfigError
 from megalite.train import kernel_choice
-from megalite.train.kernel_choice import choose_kernels, kernel_notice
+from megalite.train.kernel_choice import (
+    choose_kernels,
+    generation_kernels,
+    kernel_notice,
+    plain_on_gpu,
+)
 from tests.pool import RankPool
 from tests.train.kit import lines, losses, make_config, train, write_tokens
 
@@ -46,14 +51,74 @@ def test_plain_torch_computes_on_cpu(tmp_path: Path) -> None:
             {"kernels__attention": "fa3", "train__dtype": "bfloat16"},
             "kernels.attention=fa3 needs a CUDA device",
         ),
-        ({"kernels__norm": "apex"}, "kernels.norm=apex: apex is not installed; install NVIDIA's"),
-        ({"optimizer__adam": "apex"}, "optimizer.adam=apex: apex is not installed; install NVIDIA"),
+        (
+            {"kernels__norm": "apex"},
+            "kernels.norm=apex needs a CUDA device, this one is cpu; use kernels.norm=auto",
+        ),
+        (
+            {"optimizer__adam": "apex"},
+            "optimizer.adam=apex needs a CUDA device, this one is cpu; use optimizer.adam=fused",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose(tmp_path, **changes)
     assert told in str(error.value)
+
+
+def test_everything_that_cannot_be_had_is_told_at_once(tmp_path: Path) -> None:
+    asked = {
+        "kernels__backend": "triton",
+        "kernels__attention": "fa3",
+        "kernels__norm": "apex",
+        "optimizer__adam": "apex",
+        "train__dtype": "bfloat16",
+    }
+    with pytest.raises(ConfigError) as error:
+        choose(tmp_path, torch.bfloat16, **asked)
+    settings = [line.split("=")[0] for line in error.value.problems]
+    assert settings == ["kernels.backend", "kernels.attention", "kernels.norm", "optimizer.adam"]
+
+
+class Picky(Kernels):
+    """Takes no model, as Triton with a head dim it has no kernels for."""
+
+    name = "triton"
+    consumes = True
+
+    def check_model(self, head_dim: int, hidden_size: int) -> None:
+        raise BackendError(f"no kernel for a head dim of {head_dim}")
+
+
+def test_texts_are_continued_on_whatever_takes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[Kernels] = [Kernels(), Picky()]
+    monkeypatch.setattr(kernel_choice, "select", lambda *_, **__: kinds[-1])
+    config = make_config(tmp_path, "run")
+    assert generation_kernels(config, CPU, torch.float32).name == "reference"
+    kinds.pop()
+    assert generation_kernels(config, CPU, torch.float32) is kinds[-1]
+    asked = make_config(tmp_path, "run", kernels__backend="reference")
+    assert generation_kernels(asked, CPU, torch.float32) is not kinds[-1]
+    kinds.append(Picky())
+    with pytest.raises(ConfigError, match="no kernel for a head dim"):
+        choose_kernels(config, CPU, torch.float32)
+
+
+def test_a_gpu_on_plain_torch_is_told_why(tmp_path: Path) -> None:
+    gpu, ops = torch.device("cuda"), Kernels()
+    config = make_config(tmp_path, "run")
+    (told,) = plain_on_gpu(config, ops, gpu, torch.float64)
+    assert told == (
+        "plain torch computes on cuda: kernels.backend=triton cannot be used: its kernels take "
+        "float32, bfloat16 and float16, not torch.float64; use reference"
+    )
+    assert plain_on_gpu(config, ops, CPU, torch.float64) == []
+    assert plain_on_gpu(config, Picky(), gpu, torch.float64) == []
+    asked = make_config(tmp_path, "run", kernels__backend="reference")
+    assert plain_on_gpu(asked, ops, gpu, torch.float64) == []
 
 
 def test_names_are_checked_where_no_config_does() -> None:
