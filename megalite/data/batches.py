@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalite.data.blend import Blend, Places
+from megalite.data.blend import Blend
 from megalite.data.dataset import Span
 from megalite.data.sampler import GOLDEN, MASK_64, SampleOrder, mix64
+from megalite.data.windows import Places
 from megalite.errors import ConfigError, DataError
 
 PADDING = -1  # sample id of a place that holds no sample

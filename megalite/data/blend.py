@@ -2,44 +2,33 @@
 
 The first n samples hold each source within one of its exact share, weight x n, for every n at once;
 so a longer run starts as a shorter one, and no horizon, layout or restart plays a part. Weights are
-fractions, all arithmetic is exact. Two ways, by the weights alone:
+fractions, all arithmetic is exact. Three ways, by the weights alone:
 
 * Weights with a common denominator D up to MAX_TABLE repeat after D samples, and the places within
-  a period are made once. Sample j of a source may stand no earlier than floor(j / w) and no later
-  than ceil((j + 1) / w) - 1, which is the same as "within one at every n" (proportionate progress:
-  Baruah, Cohen, Plaxton and Varvel 1996); earliest deadline first meets every one of these windows.
+  a period are made once, by earliest deadlines (windows.py).
 * Other weights go through a binary tree over the sources. Of m samples that reach a node, its first
   branch gets m x share, rounded to the nearest. A rounding error of at most 1/2 is passed down in
-  proportion; the tree is chosen for the smallest sum, `error_bound`: below 1 up to four sources.
-  No known formula keeps five or more arbitrary weights within 1 without walking through all
-  samples before; the bound is then 1.3 or so, and it is a bound: it never grows with n.
+  proportion; the tree is chosen for the smallest sum, which is below 1 up to four sources.
+* Where that sum is above 1, states at the middles of spans are found down to a few hundred samples
+  around the position, which earliest deadlines fill (`Halving` in windows.py).
 
 Knows no data, no torch and no files.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megalite.data.windows import Halving, Places, Shares, Span, earliest_deadlines
 from megalite.errors import ConfigError
 
 MAX_TABLE = 1 << 16
 MAX_TREE_SEARCH = 24  # sources; above, the tree is cut in halves, not searched
-
-
-class Places(NamedTuple):
-    """Samples in order: the source of each, and which sample of that source it is (from 0)."""
-
-    source: NDArray[np.int64]
-    number: NDArray[np.int64]
 
 
 class Blend:
@@ -51,17 +40,7 @@ class Blend:
             raise ConfigError(f"blend weights [{shown}]; need 0 or more, and one above 0")
         total = sum(weights)
         self.weights = [Fraction(weight) / total for weight in weights]
-        self.period = lcm(*(weight.denominator for weight in self.weights))
-        self._order: _Table | _Tree = (
-            _Table(self.weights, self.period)
-            if self.period <= MAX_TABLE
-            else _Tree(self.weights, _best_tree(self.weights))
-        )
-
-    @property
-    def error_bound(self) -> Fraction:
-        """No prefix of any length holds a source further than this from weight x length."""
-        return self._order.error_bound
+        self._order = _order(self.weights)
 
     def at(self, first: int, count: int) -> Places:
         """Samples first .. first + count - 1 of the run."""
@@ -75,50 +54,37 @@ class Blend:
         return self._order.counts(n)
 
 
+def _order(weights: Sequence[Fraction]) -> _Table | _Tree | Halving:
+    """The weights alone decide: a run that is resumed, or longer, has the same order."""
+    shares = Shares.of(weights)
+    if shares.whole <= MAX_TABLE:
+        return _Table(shares)
+    root = _best_tree(weights)
+    close = max(_errors(root, weights).values()) <= 1
+    return _Tree(weights, root) if close else Halving(weights)
+
+
 class _Table:
     """One period of the order, by earliest deadline first."""
 
-    error_bound = Fraction(1)
-
-    def __init__(self, weights: Sequence[Fraction], period: int) -> None:
-        self._period = period
-        self._per_period = np.array([int(weight * period) for weight in weights], dtype=np.int64)
-        self._source = np.array(_earliest_deadlines(self._per_period.tolist(), period), np.int64)
-        self._number = np.zeros(period, dtype=np.int64)
-        for source in range(len(weights)):
-            places = np.flatnonzero(self._source == source)
-            self._number[places] = np.arange(len(places))
+    def __init__(self, shares: Shares) -> None:
+        self._period = shares.whole
+        self._per_period = np.array(shares.parts, dtype=np.int64)
+        span = Span(0, shares.whole, [0] * len(shares.parts), shares.parts)
+        self._places = earliest_deadlines(shares, span)
 
     def at(self, first: int, count: int) -> Places:
         periods, places = np.divmod(np.arange(first, first + count, dtype=np.int64), self._period)
-        source = self._source[places]
-        return Places(source, periods * self._per_period[source] + self._number[places])
+        source = self._places.source[places]
+        return Places(source, periods * self._per_period[source] + self._places.number[places])
 
     def counts(self, n: int) -> list[int]:
         periods, rest = divmod(n, self._period)
-        begun = np.bincount(self._source[:rest], minlength=len(self._per_period))
+        begun = np.bincount(self._places.source[:rest], minlength=len(self._per_period))
         return [
             periods * whole + int(part)
             for whole, part in zip(self._per_period.tolist(), begun, strict=True)
         ]
-
-
-def _earliest_deadlines(per_period: Sequence[int], period: int) -> list[int]:
-    """Sources by place: the released sample with the earliest deadline, ties by source."""
-    waiting = [(0, source, 0) for source, count in enumerate(per_period) if count]  # release first
-    ready: list[tuple[int, int, int]] = []  # deadline first
-    order = []
-    for place in range(period):
-        while waiting and waiting[0][0] <= place:
-            _, source, number = heapq.heappop(waiting)
-            deadline = -(-(number + 1) * period // per_period[source])
-            heapq.heappush(ready, (deadline, source, number))
-        deadline, source, number = heapq.heappop(ready)
-        assert place < deadline, "windows of weights that sum to 1 can always be met"
-        order.append(source)
-        release = (number + 1) * period // per_period[source]
-        heapq.heappush(waiting, (release, source, number + 1))
-    return order
 
 
 Node = Any  # a source's number, or a pair of nodes
@@ -141,7 +107,6 @@ class _Tree:
     """The order by a binary tree. Counts are Python's integers: m x numerator may pass 64 bits."""
 
     def __init__(self, weights: Sequence[Fraction], root: Node) -> None:
-        self.error_bound = max(_errors(root, weights).values())
         self._num_sources = len(weights)
         self._root = _with_shares(root, weights)
 

@@ -92,8 +92,6 @@ def describe(config: RunConfig, data: RunData, samples: int) -> list[str]:
             f"data {source.name}: {span.num_tokens} tokens = {own} samples to train on; "
             f"this run takes {count}{epochs}"
         )
-    if (bound := float(data.train.blend.error_bound)) > 1:
-        lines.append(f"blend: each source within {bound:.2f} samples of its share at every step")
     for each in data.sets:
         when = " at the end" if each.at_end else ""
         count = each.batches.num_samples

@@ -45,7 +45,6 @@ def test_any_weights_of_up_to_four_sources_stay_within_one(
     weights: list[float], start: int
 ) -> None:
     made = blend(*weights)
-    assert made.error_bound <= 1
     assert worst_error(made, 120) <= 1
     assert worst_error(made, 60, start) <= 1
 
@@ -60,18 +59,17 @@ def test_any_number_of_round_weights_stays_within_one(weights: list[int], start:
 
 @PROPERTY
 @given(weights=st.lists(st.floats(1e-9, 1), min_size=5, max_size=40))
-def test_many_uneven_weights_keep_a_bound_that_does_not_grow(weights: list[float]) -> None:
+def test_any_number_of_uneven_weights_stays_within_one(weights: list[float]) -> None:
     made = blend(*weights)
-    assert made.error_bound < 1.5
-    assert worst_error(made, 40) <= made.error_bound
-    assert worst_error(made, 40, 10**12) <= made.error_bound
+    assert worst_error(made, 40) <= 1
+    assert worst_error(made, 40, 10**12) <= 1
 
 
 @PROPERTY
 @given(
-    weights=st.lists(st.floats(0, 1), min_size=1, max_size=6).filter(any),
+    weights=st.lists(st.floats(0, 1), min_size=1, max_size=12).filter(any),
     first=st.integers(0, 10**15),
-    counts=st.lists(st.integers(0, 40), max_size=5),
+    counts=st.lists(st.integers(0, 200), max_size=5),
 )
 def test_a_blend_does_not_depend_on_how_it_is_asked_for(
     weights: list[float], first: int, counts: list[int]
@@ -128,6 +126,16 @@ GOLDEN = {
         0.01,
         0.00123456789,
     ): "d0866e36fb1574aa4b362ad755f792c176ea30fc66ad1e6c30a48a56240b930c",
+    (
+        0.39,
+        0.68,
+        0.112444,
+        0.138691,
+        0.012278,
+        0.112399,
+        0.2718281828,
+        1e-7,
+    ): "e67e0956180c96a0627fda9f96952339908d959930fbc6379b63afa73a3891ea",
 }
 
 
