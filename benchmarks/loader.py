@@ -53,11 +53,10 @@ def cases(datasets: list[TokenDataset]) -> Iterator[tuple[str, Batches, int]]:
     weights = [Fraction(weight) for weight in ("0.5", "0.3", "0.15", "0.04", "0.01")]
     yield "five sources, 2048 tokens", Batches(spans, 2048, 1, weights=weights, **checked), 4
     uneven = [Fraction(np.pi**-n) for n in range(5)]
-    yield (
-        "five sources of uneven weights, 2048 tokens",
-        Batches(spans, 2048, 1, weights=uneven, vocab_size=VOCAB),
-        4,
-    )
+    tight = [Fraction(n, 10**6) for n in (12278, 112399, 392837, 683864, 138691)]
+    for name, weights in (("uneven", uneven), ("tight", tight)):  # by a tree, by halving
+        batches = Batches(spans, 2048, 1, weights=weights, vocab_size=VOCAB)
+        yield f"five sources of {name} weights, 2048 tokens", batches, 4
 
 
 def tokens_per_cpu_s(batches: Batches, micro_batch: int, steps: int) -> float:
