@@ -13,6 +13,7 @@ import torch
 from megalite.kernels.adapted import with_adapters
 from megalite.kernels.errors import BackendError
 from megalite.kernels.operations import Kernels
+from megalite.kernels.tables import table_hash
 
 Backend = Literal["auto", "triton", "reference", "interpret"]
 
@@ -22,7 +23,7 @@ _STORAGE = (torch.float32, torch.bfloat16, torch.float16)
 
 def select(
     backend: str = "auto",
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
     *,
     attention: str = "auto",
@@ -36,8 +37,17 @@ def select(
     "sdpa_cudnn", "fa3", "fa4"), norm and adam ("apex") take single operations from elsewhere. All
     of it is there or refused. Raises BackendError.
     """
-    where = device or torch.device("cpu")
+    where = _device(device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise BackendError(f"kernels: the storage type is {dtype!r}, expected a floating one")
     return with_adapters(_backend(backend, where, dtype), where, attention, norm, adam)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise BackendError(f"kernels: {device!r} is no device: {error}") from error
 
 
 def _backend(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -48,6 +58,7 @@ def _backend(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
         return Kernels()
     reason = _obstacle(backend, device, dtype)
     if reason is None:
+        table_hash()  # reads the table: a broken one is refused here
         if backend == "interpret":
             from megalite.kernels.interpreter import install
 
@@ -75,6 +86,8 @@ def _obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> str | N
         return "TRITON_INTERPRET=1 must be set before triton is imported; or use reference"
     if interpreted:
         return "TRITON_INTERPRET=1 is set; unset it, or use interpret"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU; use reference"
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         needed = ".".join(map(str, CAPABILITY))
@@ -83,6 +96,12 @@ def _obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> str | N
 
 
 def _interpreted() -> bool:
-    from triton import knobs
-
+    """Raises BackendError where triton is there but broken: nothing slower takes its place."""
+    try:
+        from triton import knobs
+    except Exception as error:
+        raise BackendError(
+            f"triton is installed but cannot be imported ({type(error).__name__}: {error}); "
+            "install triton>=3.6, or set kernels.backend=reference"
+        ) from error
     return bool(knobs.runtime.interpret)

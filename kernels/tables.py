@@ -20,12 +20,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megalite.kernels.errors import BackendError
+from megalite.kernels.table_check import table_problems
+
+_NAME, _REMEDY = "the kernels' table", "restore the file that megalite came with"
 TABLE = Path(__file__).with_name("configs") / "sm90.json"
 
 
 @lru_cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    try:
+        table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BackendError(f"{_NAME} {TABLE} cannot be read: {error}; {_REMEDY}") from error
+    problems = list(table_problems(table))
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise BackendError(f"{_NAME} {TABLE}: {'; '.join(problems[:3])}{more}; {_REMEDY}")
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from megalite.kernels import tables
+from megalite.kernels.errors import BackendError
+from megalite.kernels.table_check import NEEDS
 
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "benchmarks" / "results" / "static_sm90.jsonl"
@@ -129,3 +132,65 @@ def test_a_wheel_holds_the_table(tmp_path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.table_hash() == tables.table_hash()
+
+
+def removed(table: Any) -> str:
+    del table["kernels"]["adamw"]
+    return "no entries for adamw"
+
+
+def unknown(table: Any) -> str:
+    table["kernels"]["adam"] = []
+    return "adam is no kernel"
+
+
+def emptied(table: Any) -> str:
+    table["kernels"]["rope"] = []
+    return "rope: expected a list of"
+
+
+def renamed(table: Any) -> str:
+    use = table["kernels"]["swiglu"][0]["use"]
+    use["blocks"] = use.pop("block")
+    return "swiglu, entry 0: no block; swiglu, entry 0: blocks is not used"
+
+
+def odd(table: Any) -> str:
+    table["kernels"]["cast"][0]["use"].update(block=1000, warps="4")
+    return "block=1000, expected a power of two; cast, entry 0: warps='4', expected a power of two"
+
+
+def conditional(table: Any) -> str:
+    table["kernels"]["dropout"][0]["when"] = {"rows": 3}
+    return "last entry has conditions, expected none; dropout, entry 0: condition rows=3; known: no"
+
+
+def bare(table: Any) -> str:
+    table.pop("kernels")
+    return "expected {"
+
+
+@pytest.mark.parametrize("change", [removed, unknown, emptied, renamed, odd, conditional, bare])
+def test_a_broken_table_is_told_by_file_and_place(
+    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = json.loads(tables.TABLE.read_text(encoding="utf-8"))
+    told = change(table)
+    path = tmp_path / "sm90.json"
+    path.write_text(json.dumps(table), encoding="utf-8")
+    monkeypatch.setattr(tables, "TABLE", path)
+    with pytest.raises(BackendError, match=f"{path}: .*{re.escape(told)}.*; restore the file"):
+        tables._table.__wrapped__()
+
+
+def test_a_table_that_ends_early_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sm90.json"
+    path.write_bytes(tables.TABLE.read_bytes()[:500])
+    for bad in (path, tmp_path / "absent.json"):
+        monkeypatch.setattr(tables, "TABLE", bad)
+        with pytest.raises(BackendError, match=f"{bad} cannot be read: .*; restore the file"):
+            tables._table.__wrapped__()
+
+
+def test_every_kernel_of_the_table_is_checked() -> None:
+    assert set(NEEDS) == set(tables.kernel_names())

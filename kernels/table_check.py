@@ -1,0 +1,119 @@
+"""Is a table of tiles and block sizes one that the kernels can use? Knows no torch, no triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_TILES, _GROUPED = "queries keys warps stages", "rows columns inner warps stages"
+# what each kernel reads of an entry
+NEEDS = {
+    "attention_forward": _TILES,
+    "attention_dq": _TILES,
+    "attention_dkdv": _TILES,
+    "attention_delta": "elements warps",
+    "norm_forward": "elements warps",
+    "norm_backward": "elements warps programs_per_sm one_pass",
+    "norm_weight_grad": "rows columns warps",
+    "column_sum": "rows columns warps",
+    "swiglu": "block warps",
+    "swiglu_grad": "block warps",
+    "gelu": "block warps",
+    "gelu_grad": "rows columns programs_per_sm warps",
+    "rope": "pairs warps",
+    "dropout": "block warps",
+    "cross_entropy_stats": "block stages warps",
+    "cross_entropy_combine": "tokens warps",
+    "cross_entropy_grad": "block warps",
+    "adamw": "block warps",
+    "sum_squares": "block programs_per_sm warps",
+    "sum_partials": "block warps",
+    "cast": "block warps",
+    "permute": "block warps",
+    "unpermute": "block warps",
+    "unpermute_grad": "block warps",
+    "grouped_rows": _GROUPED,
+    "grouped_weight_grad": _GROUPED,
+}
+_ATTENTION: dict[str, type] = {
+    "float32": bool,
+    "descriptors": bool,
+    "dropout": bool,
+    "head_dim_up_to": int,
+}
+_COLUMNS: dict[str, type] = {"columns_up_to": int}
+_GROUPS: dict[str, type] = {"float32": bool}
+_CONDITIONS: dict[str, dict[str, type]] = {
+    **dict.fromkeys(("attention_forward", "attention_dq", "attention_dkdv"), _ATTENTION),
+    **dict.fromkeys(("norm_forward", "norm_backward", "unpermute_grad"), _COLUMNS),
+    **dict.fromkeys(("grouped_rows", "grouped_weight_grad"), _GROUPS),
+}
+_COUNTS = ("stages", "programs_per_sm")  # any number from 1 on; other sizes are powers of two
+_OPTIONAL = {"two_loops_since": str}
+_MOST_WARPS = 32
+
+
+def table_problems(table: Any) -> Iterator[str]:
+    """One line for each fault: where, what is there, what is expected."""
+    kernels = table.get("kernels") if isinstance(table, dict) else None
+    if not isinstance(kernels, dict) or not isinstance(table.get("arch"), str):
+        yield 'expected {"arch": "sm_...", "kernels": {...}}'
+        return
+    for kernel in NEEDS.keys() - kernels.keys():
+        yield f"no entries for {kernel}"
+    for kernel, entries in kernels.items():
+        if kernel not in NEEDS:
+            yield f"{kernel} is no kernel"
+        elif not isinstance(entries, list) or not all(map(_is_entry, entries)) or not entries:
+            yield f'{kernel}: expected a list of {{"when": {{...}}, "use": {{...}}}}'
+        else:
+            yield from _kernel_problems(kernel, entries)
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(part), dict) for part in ("when", "use")
+    )
+
+
+def _kernel_problems(kernel: str, entries: list[dict[str, Any]]) -> Iterator[str]:
+    if entries[-1]["when"]:
+        yield f"{kernel}: the last entry has conditions, expected none"
+    for number, entry in enumerate(entries):
+        where = f"{kernel}, entry {number}"
+        conditions = _CONDITIONS.get(kernel, {})
+        for name, value in entry["when"].items():
+            if type(value) is not conditions.get(name):
+                known = ", ".join(conditions) or "none"
+                yield f"{where}: condition {name}={value!r}; known: {known}"
+        needed = NEEDS[kernel].split()
+        for name in needed:
+            if name not in entry["use"]:
+                yield f"{where}: no {name}"
+        for name, value in entry["use"].items():
+            if name not in (*needed, *_OPTIONAL):
+                yield f"{where}: {name} is not used; known: {', '.join(needed)}"
+            elif not _sound(name, value):
+                yield f"{where}: {name}={value!r}, expected {_expected(name)}"
+
+
+def _expected(name: str) -> str:
+    if name == "one_pass":
+        return "true or false"
+    if name in _OPTIONAL:
+        return "a version"
+    if name in _COUNTS:
+        return "a whole number from 1"
+    return "a power of two" + (f" to {_MOST_WARPS}" if name == "warps" else "")
+
+
+def _sound(name: str, value: Any) -> bool:
+    if name == "one_pass":
+        return isinstance(value, bool)
+    if name in _OPTIONAL:
+        return isinstance(value, str) and all(part.isdigit() for part in value.split("."))
+    if type(value) is not int or value < 1:
+        return False
+    if name in _COUNTS:
+        return True
+    return value & (value - 1) == 0 and (name != "warps" or value <= _MOST_WARPS)
