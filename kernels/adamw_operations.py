@@ -112,6 +112,12 @@ class TritonAdamW:
         return sums.sum()
 
 
+def check_count(num_updates: int) -> None:
+    """Raise ValueError for an update whose bias corrections would divide by zero."""
+    if num_updates < 1:
+        raise ValueError(f"adamw: num_updates={num_updates}, expected 1 or more: the first is 1")
+
+
 def square_sum(x: Tensor) -> Tensor:
     """Sum of squares of a 1-D tensor, accumulated in float64; a 0-d float64 tensor."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -146,6 +152,7 @@ class FusedAdamW:
     def update(self, lr: float, num_updates: int, factor: float) -> None:
         """See `AdamWPlan`."""
         assert factor == 1.0, "the gradients of this plan are multiplied before"
+        check_count(num_updates)
         self._step.fill_(num_updates)
         for (lr_scale, weight_decay), columns in self._groups:
             self._fused(columns, lr * lr_scale, weight_decay)

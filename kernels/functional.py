@@ -3,15 +3,20 @@
 Each goes through a custom operator `torch.ops.megalite.*`, which torch.compile keeps whole. On CUDA
 they are Triton kernels, on CPU plain torch (`dispatch.select` says when). Shapes: T tokens, D
 columns, N query heads, K key/value heads, H head dim, V vocabulary; dims before D may be several.
-All raise TypeError and ValueError from the kernels for types and shapes that these do not take.
+All raise TypeError and ValueError for what they do not take, the same on every device (`checks`);
+strides may be any. Labels and positions outside their range raise ValueError on the CPU and give
+NaN on CUDA, where to look at them would be to wait.
 """
 
 from __future__ import annotations
+
+import math
 
 # Registers the operators' gradients.
 import megalite.kernels.library_autograd  # noqa: F401
 import torch
 from megalite.kernels import (
+    checks,
     library_attention,
     library_loss,
     library_moe,
@@ -22,6 +27,7 @@ from megalite.kernels import (
 from megalite.kernels.intervals import Intervals, document_intervals
 from megalite.kernels.reference import IGNORE_INDEX
 from megalite.kernels.reference_moe import RowMap
+from megalite.kernels.triton_common import rows_readable, vector
 from torch import Tensor
 
 __all__ = [
@@ -86,24 +92,32 @@ def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    """[rows, columns] of any number of dims, each row's elements side by side."""
+    if x.dim() != 2:
+        x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    return rows_readable(x)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim."""
-    return library_norm.rms_norm(_rows(x), weight_D, eps)[0].view(x.shape)
+    checks.check_norm("rms_norm", x, eps, weight=weight_D)
+    return library_norm.rms_norm(_rows(x), weight_D.contiguous(), eps)[0].view(x.shape)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """(norm of s, s) with s = x + residual, rounded to its type before the norm."""
-    y, s, _ = library_norm.add_rms_norm(_rows(x), _rows(residual), weight_D, eps)
+    checks.check_norm("add_rms_norm", x, eps, weight=weight_D)
+    checks.check_residual("add_rms_norm", x, residual)
+    y, s, _ = library_norm.add_rms_norm(_rows(x), _rows(residual), weight_D.contiguous(), eps)
     return y.view(x.shape), s.view(x.shape)
 
 
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim."""
+    checks.check_norm("layer_norm", x, eps, weight=weight_D, bias=bias_D)
+    weight_D, bias_D = weight_D.contiguous(), bias_D.contiguous()
     return library_norm.layer_norm(_rows(x), weight_D, bias_D, eps)[0].view(x.shape)
 
 
@@ -111,18 +125,23 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """(LayerNorm of s, s) with s = x + residual."""
+    checks.check_norm("add_layer_norm", x, eps, weight=weight_D, bias=bias_D)
+    checks.check_residual("add_layer_norm", x, residual)
+    weight_D, bias_D = weight_D.contiguous(), bias_D.contiguous()
     y, s, _, _ = library_norm.add_layer_norm(_rows(x), _rows(residual), weight_D, bias_D, eps)
     return y.view(x.shape), s.view(x.shape)
 
 
 def swiglu(h: Tensor) -> Tensor:
     """silu(gate) * up of rows that hold gate | up: [..., 2f] -> [..., f]."""
+    checks.check_swiglu(h)
     return library_pointwise.swiglu(_rows(h)).view(*h.shape[:-1], h.shape[-1] // 2)
 
 
 def gelu(h: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Tensor:
     """gelu(h + bias) in the tanh form, or the exact one."""
-    return library_pointwise.bias_gelu(_rows(h), bias_f, erf).view(h.shape)
+    checks.check_gelu(h, bias_f)
+    return library_pointwise.bias_gelu(_rows(h), vector(bias_f), erf).view(h.shape)
 
 
 def rope(x_TNH: Tensor, cos_sh: Tensor, sin_sh: Tensor, position_T: Tensor | None = None) -> Tensor:
@@ -130,12 +149,14 @@ def rope(x_TNH: Tensor, cos_sh: Tensor, sin_sh: Tensor, position_T: Tensor | Non
 
     cos_sh, sin_sh: tables [s, R/2] of `rope_tables`; elements from R on are copied.
     """
+    checks.check_rope(x_TNH, cos_sh, sin_sh, position_T)
     return library_pointwise.rope(x_TNH, cos_sh, sin_sh, position_T, False)
 
 
 def dropout(x_TD: Tensor, key: tuple[int, int], p: float, first_token: int = 0) -> Tensor:
     """x / (1 - p) where kept, else 0; the mask is a function of (key, first_token + t, column)."""
-    return library_pointwise.dropout(x_TD, *key, p, first_token)
+    checks.check_dropout(x_TD, key, p)
+    return library_pointwise.dropout(rows_readable(x_TD), *key, p, first_token)
 
 
 def attention(
@@ -146,6 +167,8 @@ def attention(
     `document_intervals` makes masks of packed documents, causal or not, with a window or not. lse
     has no gradient. scale: of the scores, 1 / sqrt(H) by default.
     """
+    checks.check_attention(q_TNH, k_SKH, v_SKH, mask, scale)
+    mask = mask.cut(len(q_TNH), len(k_SKH))
     intervals = (mask.lo, mask.up, mask.key_lo, mask.key_up)
     return library_attention.attention(q_TNH, k_SKH, v_SKH, *intervals, scale)
 
@@ -165,9 +188,21 @@ def cross_entropy(
     Labels equal to ignore_index lose nothing. vocab_size: the true vocabulary where columns are
     padded; smoothing is over it.
     """
-    size = logits_TV.shape[1] if vocab_size is None else vocab_size
+    checks.check_tensor("cross_entropy", "logits", logits_TV, checks.FLOATS, (None, None))
+    columns = logits_TV.shape[1]
+    size = columns if vocab_size is None else vocab_size
+    checks.check_loss(
+        "cross_entropy",
+        logits_TV,
+        columns,
+        label_T,
+        weight_T,
+        z_loss=z_loss,
+        smoothing=smoothing,
+        vocab_size=size,
+    )
     return library_loss.cross_entropy(
-        logits_TV, label_T, weight_T, ignore_index, z_loss, smoothing, size
+        rows_readable(logits_TV), label_T, weight_T, ignore_index, z_loss, smoothing, size
     )[0]
 
 
@@ -184,7 +219,22 @@ def linear_cross_entropy(
     chunk_tokens: int = 1024,
 ) -> Tensor:
     """`cross_entropy` of x @ weight^T with at most chunk_tokens rows of logits alive at a time."""
-    size = weight_VD.shape[0] if vocab_size is None else vocab_size
+    name = "linear_cross_entropy"
+    checks.check_tensor(name, "x", x_TD, checks.FLOATS, (None, None))
+    checks.check_tensor(name, "the matrix", weight_VD, (x_TD.dtype,), (None, x_TD.shape[1]), x_TD)
+    columns = weight_VD.shape[0]
+    size = columns if vocab_size is None else vocab_size
+    checks.check_range(name, "chunk_tokens", chunk_tokens, 1, math.inf)
+    checks.check_loss(
+        name,
+        x_TD,
+        columns,
+        label_T,
+        weight_T,
+        z_loss=z_loss,
+        smoothing=smoothing,
+        vocab_size=size,
+    )
     return library_loss.linear_cross_entropy(
         x_TD, weight_VD, label_T, weight_T, ignore_index, z_loss, smoothing, size, chunk_tokens
     )[0]
@@ -195,19 +245,35 @@ def expert_rows(expert_TK: Tensor, num_experts: int) -> RowMap:
 
     expert_TK: int32 or int64 [T, K], each token's experts; one outside 0 ... E - 1 drops the copy.
     """
+    checks.check_tensor("expert_rows", "expert", expert_TK, checks.INDEX)
     return RowMap(*library_moe.expert_rows(expert_TK, num_experts))
 
 
 def permute(x_TD: Tensor, rows: RowMap) -> Tensor:
     """y[T * K, D]: each copy of a token in its row, zeros in the rows of dropped copies."""
-    return library_moe.permute(x_TD, *rows)
+    checks.check_tensor("permute", "x", x_TD, checks.FLOATS)
+    tokens, _ = checks.check_map("permute", rows, x_TD)
+    checks.check_tensor("permute", "x", x_TD, checks.FLOATS, (tokens, None))
+    return library_moe.permute(rows_readable(x_TD), *rows)
 
 
 def unpermute(y_RD: Tensor, rows: RowMap, weight_TK: Tensor | None = None) -> Tensor:
     """out[T, D]: the sum of each token's rows, times its router weights."""
-    return library_moe.unpermute(y_RD, *rows, weight_TK)
+    checks.check_tensor("unpermute", "y", y_RD, checks.FLOATS)
+    tokens, copies = checks.check_map("unpermute", rows, y_RD)
+    checks.check_tensor("unpermute", "y", y_RD, checks.FLOATS, (tokens * copies, None))
+    if weight_TK is not None:
+        types = checks.parameter_types(y_RD)
+        checks.check_tensor("unpermute", "weight", weight_TK, types, (tokens, copies), y_RD)
+    return library_moe.unpermute(rows_readable(y_RD), *rows, weight_TK)
 
 
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, rows: RowMap) -> Tensor:
     """y[R, F] = x @ weight[e]^T for the rows of each expert e, 0 in the rows after the last."""
-    return library_moe.grouped_linear(x_RD, weight_EFD, rows.offset_E1)
+    checks.check_tensor("grouped_linear", "x", x_RD, checks.FLOATS, (None, None))
+    tokens, copies = checks.check_map("grouped_linear", rows, x_RD)
+    if len(x_RD) < tokens * copies:
+        raise ValueError(f"grouped_linear: x has {len(x_RD)} rows, the map {tokens * copies}")
+    matrices = (len(rows.offset_E1) - 1, None, x_RD.shape[1])
+    checks.check_tensor("grouped_linear", "weight", weight_EFD, (x_RD.dtype,), matrices, x_RD)
+    return library_moe.grouped_linear(rows_readable(x_RD), weight_EFD.contiguous(), rows.offset_E1)

@@ -8,7 +8,9 @@ length, so that graphs and compilers see fixed shapes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,12 +18,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Intervals:
-    """The mask of one attention call: by queries (lo, up) and by keys (key_lo, key_up)."""
+    """The mask of one attention call: by queries (lo, up) and by keys (key_lo, key_up).
+
+    is_cut: no bound is below 0 or beyond the last key or query, which kernels rely on.
+    """
 
     lo: Tensor
     up: Tensor
     key_lo: Tensor
     key_up: Tensor
+    is_cut: bool = False
+
+    def cut(self, queries: int, keys: int) -> Intervals:
+        """The same mask with no bound outside the queries and keys that there are."""
+        if self.is_cut:
+            return self
+        return Intervals(
+            self.lo.clamp(0, keys),
+            self.up.clamp(0, keys),
+            self.key_lo.clamp(0, queries),
+            self.key_up.clamp(0, queries),
+            is_cut=True,
+        )
 
     def chunk(self, query_start: int, queries: int, key_start: int, keys: int) -> Intervals:
         """The mask between a piece of the queries and a piece of the keys, in local indexes."""
@@ -31,7 +49,53 @@ class Intervals:
             (self.up[q] - key_start).clamp(0, keys),
             (self.key_lo[k] - query_start).clamp(0, queries),
             (self.key_up[k] - query_start).clamp(0, queries),
+            is_cut=True,
         )
+
+
+def check_documents(cu_seqlens: Sequence[int], window: int | None) -> None:
+    """Raise ValueError for boundaries of documents, or a window, that are none."""
+    falling = any(stop < start for start, stop in pairwise(cu_seqlens))
+    if not len(cu_seqlens) or cu_seqlens[0] != 0 or falling:
+        raise ValueError(
+            f"attention: document boundaries {_shown(cu_seqlens)}, expected [0, ..., tokens], none "
+            "below the one before it"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window={window}, expected at least 1 (a token sees itself)")
+
+
+def _shown(cu_seqlens: Sequence[int]) -> str:
+    first = ", ".join(str(bound) for bound in cu_seqlens[:8])
+    return f"[{first}{', ...' if len(cu_seqlens) > 8 else ''}]"
+
+
+def _check_bounds(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> None:
+    """Raise TypeError, ValueError; values are looked at on CPU only, elsewhere that would wait."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attention: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or num_tokens < 0:
+        raise ValueError(
+            f"attention: cu_seqlens has shape {tuple(cu_seqlens.shape)} for {num_tokens} tokens, "
+            "expected (documents + 1) for 0 or more"
+        )
+    values = [0] if torch.compiler.is_compiling() else _values_on_cpu(cu_seqlens)
+    check_documents(values, window)
+    if values[-1] > num_tokens:
+        raise ValueError(
+            f"attention: documents end at {values[-1]}, but there are {num_tokens} tokens"
+        )
+
+
+def _values_on_cpu(cu_seqlens: Tensor) -> list[int]:
+    """Boundaries that can be had without waiting; [0] for others."""
+    if cu_seqlens.device.type != "cpu" or type(cu_seqlens) is not Tensor:
+        return [0]
+    try:
+        values: list[int] = cu_seqlens.tolist()
+    except RuntimeError:  # within vmap
+        return [0]
+    return values
 
 
 def document_intervals(
@@ -41,9 +105,9 @@ def document_intervals(
 
     window: only tokens at a smaller distance. cu_seqlens: document boundaries [0, ..., n] on the
     device, n <= num_tokens; tokens from n on are padding that sees nothing and is seen by none.
+    Raises TypeError, ValueError.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window={window}, expected at least 1 (a token sees itself)")
+    _check_bounds(cu_seqlens, num_tokens, window)
     token = torch.arange(num_tokens, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, token, right=True)  # 1 + index of its document
     last = len(cu_seqlens) - 1
@@ -62,4 +126,4 @@ def document_intervals(
     lo, up, key_lo, key_up = (
         torch.where(inside, x, padding).to(torch.int32) for x in (lo, up, key_lo, key_up)
     )
-    return Intervals(lo, up, key_lo, key_up)
+    return Intervals(lo, up, key_lo, key_up).cut(num_tokens, num_tokens)

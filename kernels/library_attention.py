@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from megalite.kernels.checks import check_sides
 from megalite.kernels.intervals import Intervals
-from megalite.kernels.library_common import new_stats, ops_of
+from megalite.kernels.library_common import new_stats, ops_of, stated_types
 from torch import Tensor
 from torch.library import custom_op
 
@@ -21,7 +22,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(o[T, N, H], lse[N, T]) under the interval mask."""
     mask = Intervals(lo, up, key_lo, key_up)
-    return ops_of(q_TNH).interval_attention(q_TNH, k_SKH, v_SKH, mask, scale)
+    check_sides(mask)
+    with stated_types(q_TNH):
+        return ops_of(q_TNH).interval_attention(q_TNH, k_SKH, v_SKH, mask, scale)
 
 
 @attention.register_fake
@@ -55,9 +58,10 @@ def attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); o and lse of the whole softmax, so that chunks of keys can be summed."""
     mask = Intervals(lo, up, key_lo, key_up)
-    return ops_of(q_TNH).interval_attention_grad(
-        do_TNH, q_TNH, k_SKH, v_SKH, o_TNH, lse_NT, mask, scale
-    )
+    with stated_types(q_TNH):
+        return ops_of(q_TNH).interval_attention_grad(
+            do_TNH, q_TNH, k_SKH, v_SKH, o_TNH, lse_NT, mask, scale
+        )
 
 
 @attention_grad.register_fake

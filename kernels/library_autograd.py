@@ -13,6 +13,7 @@ from megalite.kernels import (
     library_norm,
     library_pointwise,
 )
+from megalite.kernels.triton_common import rows_readable
 from torch import Tensor
 
 Grads = tuple[Tensor | None, ...]
@@ -29,7 +30,7 @@ def _keep_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _rms_norm(ctx: Any, dy: Tensor, _drstd: Tensor) -> Grads:
     x, weight, rstd = ctx.saved_tensors
-    dx, dweight = library_norm.rms_norm_grad(dy, x, weight, rstd, None)
+    dx, dweight = library_norm.rms_norm_grad(rows_readable(dy), x, weight, rstd, None)
     return dx, _cast(dweight, weight), None
 
 
@@ -40,6 +41,7 @@ def _keep_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _add_rms_norm(ctx: Any, dy: Tensor, ds: Tensor, _drstd: Tensor) -> Grads:
     s, weight, rstd = ctx.saved_tensors
+    dy, ds = rows_readable(dy), rows_readable(ds)
     dx, dweight = library_norm.rms_norm_grad(dy, s, weight, rstd, ds)
     return dx, dx.clone(), _cast(dweight, weight), None
 
@@ -51,6 +53,7 @@ def _keep_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 def _layer_norm(ctx: Any, dy: Tensor, _dmean: Tensor, _drstd: Tensor) -> Grads:
     x, weight, bias, mean, rstd = ctx.saved_tensors
+    dy = rows_readable(dy)
     dx, dweight, dbias = library_norm.layer_norm_grad(dy, x, weight, mean, rstd, None)
     return dx, _cast(dweight, weight), _cast(dbias, bias), None
 
@@ -62,6 +65,7 @@ def _keep_add_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 def _add_layer_norm(ctx: Any, dy: Tensor, ds: Tensor, _dmean: Tensor, _drstd: Tensor) -> Grads:
     s, weight, bias, mean, rstd = ctx.saved_tensors
+    dy, ds = rows_readable(dy), rows_readable(ds)
     dx, dweight, dbias = library_norm.layer_norm_grad(dy, s, weight, mean, rstd, ds)
     return dx, dx.clone(), _cast(dweight, weight), _cast(dbias, bias), None
 
@@ -73,7 +77,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _swiglu(ctx: Any, da: Tensor) -> Tensor:
     (h,) = ctx.saved_tensors
-    return library_pointwise.swiglu_grad(da, h)
+    return library_pointwise.swiglu_grad(rows_readable(da), h)
 
 
 def _keep_bias_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -83,7 +87,7 @@ def _keep_bias_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _bias_gelu(ctx: Any, da: Tensor) -> Grads:
     h, bias = ctx.saved_tensors
-    dh, dbias = library_pointwise.bias_gelu_grad(da, h, bias, ctx.erf)
+    dh, dbias = library_pointwise.bias_gelu_grad(rows_readable(da), h, bias, ctx.erf)
     return dh, None if bias is None else _cast(dbias, bias), None
 
 
@@ -94,7 +98,8 @@ def _keep_rope(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _rope(ctx: Any, dy: Tensor) -> Grads:
     cos, sin, position = ctx.saved_tensors
-    return library_pointwise.rope(dy, cos, sin, position, not ctx.inverse), None, None, None, None
+    dx = library_pointwise.rope(rows_readable(dy), cos, sin, position, not ctx.inverse)
+    return dx, None, None, None, None
 
 
 def _keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -102,7 +107,7 @@ def _keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _dropout(ctx: Any, dy: Tensor) -> Grads:
-    return library_pointwise.dropout(dy, *ctx.counters), None, None, None, None
+    return library_pointwise.dropout(rows_readable(dy), *ctx.counters), None, None, None, None
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -138,10 +143,11 @@ def _keep_linear_cross_entropy(
 
 def _linear_cross_entropy(ctx: Any, dloss: Tensor, _dlse: Tensor) -> Grads:
     x, matrix, label, lse, weight = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[1]
     dx, dmatrix = library_loss.linear_cross_entropy_grad(
-        x, matrix, label, lse, dloss, weight, *ctx.options
+        x, matrix, label, lse, dloss, weight, *ctx.options, wanted
     )
-    return dx, _cast(dmatrix, matrix), None, None, None, None, None, None, None
+    return dx, _cast(dmatrix, matrix) if wanted else None, None, None, None, None, None, None, None
 
 
 library_norm.rms_norm.register_autograd(_rms_norm, setup_context=_keep_rms_norm)

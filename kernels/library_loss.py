@@ -7,7 +7,8 @@ Both are of one rank's whole vocabulary; a vocabulary split over ranks goes thro
 from __future__ import annotations
 
 import torch
-from megalite.kernels.library_common import new_stats, ops_of
+from megalite.kernels.checks import check_indices
+from megalite.kernels.library_common import new_stats, ops_of, stated_types
 from torch import Tensor
 from torch.library import custom_op
 
@@ -23,6 +24,7 @@ def cross_entropy(
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """(loss[T], log-sum-exp[T]); columns from vocab_size on are padding."""
+    check_indices("cross_entropy", "label", label_T, vocab_size, ignore_index)
     ops = ops_of(logits_TV)
     stats_T3 = ops.cross_entropy_stats(
         logits_TV, label_T, 0, vocab_size, smoothing=smoothing, vocab_size=vocab_size
@@ -33,6 +35,7 @@ def cross_entropy(
         weight_T=weight_T,
         ignore_index=ignore_index,
         z_loss=z_loss,
+        vocab_size=vocab_size,
     )
 
 
@@ -106,20 +109,24 @@ def linear_cross_entropy(
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """(loss[T], log-sum-exp[T]) of logits x @ weight^T, `chunk_tokens` rows of them at a time."""
+    check_indices("linear_cross_entropy", "label", label_T, vocab_size, ignore_index)
     ops = ops_of(x_TD)
-    stats = [
-        ops.cross_entropy_stats(
-            ops.linear(x, weight_VD), label, 0, vocab_size, smoothing=smoothing,
-            vocab_size=vocab_size,
-        )
-        for x, label in zip(x_TD.split(chunk_tokens), label_T.split(chunk_tokens), strict=True)
-    ]  # fmt: skip
+    chunks = zip(x_TD.split(chunk_tokens), label_T.split(chunk_tokens), strict=True)
+    with stated_types(x_TD):
+        stats = [
+            ops.cross_entropy_stats(
+                ops.linear(x, weight_VD), label, 0, vocab_size, smoothing=smoothing,
+                vocab_size=vocab_size,
+            )
+            for x, label in chunks
+        ]  # fmt: skip
     return ops.cross_entropy_combine(
         torch.cat(stats).unsqueeze(0),
         label_T,
         weight_T=weight_T,
         ignore_index=ignore_index,
         z_loss=z_loss,
+        vocab_size=vocab_size,
     )
 
 
@@ -151,27 +158,33 @@ def linear_cross_entropy_grad(
     smoothing: float,
     vocab_size: int,
     chunk_tokens: int,
+    with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dx[T, D], dweight[V, D] in the summing type); computes each chunk's logits again."""
-    ops = ops_of(x_TD)
-    dx_TD, dweight_VD = torch.empty_like(x_TD), new_stats(x_TD, *weight_VD.shape).zero_()
-    for start in range(0, len(x_TD), chunk_tokens):
-        here = slice(start, start + chunk_tokens)
-        dlogits = ops.cross_entropy_grad_(
-            ops.linear(x_TD[here], weight_VD),
-            label_T[here],
-            lse_T[here],
-            dloss_T[here],
-            0,
-            vocab_size,
-            weight_T=None if weight_T is None else weight_T[here],
-            ignore_index=ignore_index,
-            z_loss=z_loss,
-            smoothing=smoothing,
-            vocab_size=vocab_size,
-        )
-        dx_TD[here] = ops.linear_input_grad(dlogits, weight_VD)
-        ops.accumulate_weight_grad_(dweight_VD, dlogits, x_TD[here])
+    """(dx[T, D], dweight[V, D] in the summing type); computes each chunk's logits again.
+
+    with_weight: of a matrix that wants no gradient, dweight has no elements.
+    """
+    ops, shape = ops_of(x_TD), weight_VD.shape if with_weight else (0,)
+    dx_TD, dweight_VD = torch.empty_like(x_TD), new_stats(x_TD, *shape).zero_()
+    with stated_types(x_TD):
+        for start in range(0, len(x_TD), chunk_tokens):
+            here = slice(start, start + chunk_tokens)
+            dlogits = ops.cross_entropy_grad_(
+                ops.linear(x_TD[here], weight_VD),
+                label_T[here],
+                lse_T[here],
+                dloss_T[here],
+                0,
+                vocab_size,
+                weight_T=None if weight_T is None else weight_T[here],
+                ignore_index=ignore_index,
+                z_loss=z_loss,
+                smoothing=smoothing,
+                vocab_size=vocab_size,
+            )
+            dx_TD[here] = ops.linear_input_grad(dlogits, weight_VD)
+            if with_weight:
+                ops.accumulate_weight_grad_(dweight_VD, dlogits, x_TD[here])
     return dx_TD, dweight_VD
 
 
@@ -188,5 +201,7 @@ def _(
     smoothing: float,
     vocab_size: int,
     chunk_tokens: int,
+    with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_TD), new_stats(x_TD, *weight_VD.shape)
+    shape = weight_VD.shape if with_weight else (0,)
+    return torch.empty_like(x_TD), new_stats(x_TD, *shape)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megalite.kernels.library_common import new_stats, ops_of
+from megalite.kernels.checks import check_offsets, check_row_values
+from megalite.kernels.library_common import new_stats, ops_of, ops_of_index, stated_types
 from megalite.kernels.reference_moe import RowMap
+from megalite.kernels.triton_common import rows_readable
 from torch import Tensor
 from torch.library import custom_op
 
@@ -20,7 +22,7 @@ Grads = tuple[Tensor | None, ...]
 @custom_op("megalite::expert_rows", mutates_args=())
 def expert_rows(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(row[T, K], offset[E + 1]), int32: the map that sorts copies of tokens by expert."""
-    row_TK, offset_E1 = ops_of(expert_TK).expert_rows(expert_TK, num_experts)
+    row_TK, offset_E1 = ops_of_index(expert_TK).expert_rows(expert_TK, num_experts)
     return row_TK, offset_E1
 
 
@@ -33,6 +35,7 @@ def _(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 @custom_op("megalite::permute", mutates_args=())
 def permute(x_TD: Tensor, row_TK: Tensor, offset_E1: Tensor) -> Tensor:
     """y[R, D]: each copy of a token in its row."""
+    check_row_values("permute", row_TK)
     return ops_of(x_TD).permute(x_TD, RowMap(row_TK, offset_E1))
 
 
@@ -44,6 +47,7 @@ def _(x_TD: Tensor, row_TK: Tensor, offset_E1: Tensor) -> Tensor:
 @custom_op("megalite::unpermute", mutates_args=())
 def unpermute(y_RD: Tensor, row_TK: Tensor, offset_E1: Tensor, weight_TK: Tensor | None) -> Tensor:
     """out[T, D]: the sum of a token's rows, times its router weights."""
+    check_row_values("unpermute", row_TK)
     return ops_of(y_RD).unpermute(y_RD, RowMap(row_TK, offset_E1), weight_TK)
 
 
@@ -71,7 +75,9 @@ def _(
 @custom_op("megalite::grouped_linear", mutates_args=())
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, offset_E1: Tensor) -> Tensor:
     """y[R, F] = x @ weight[e]^T for the rows of each expert e."""
-    return ops_of(x_RD).grouped_linear(x_RD, weight_EFD, offset_E1)
+    check_offsets("grouped_linear", offset_E1, len(x_RD))
+    with stated_types(x_RD):
+        return ops_of(x_RD).grouped_linear(x_RD, weight_EFD, offset_E1)
 
 
 @grouped_linear.register_fake
@@ -85,8 +91,9 @@ def grouped_linear_grad(
 ) -> tuple[Tensor, Tensor]:
     """(dx[R, D], dweight[E, F, D] in the summing type)."""
     ops, dweight_EFD = ops_of(x_RD), new_stats(x_RD, *weight_EFD.shape)
-    ops.grouped_weight_grad_(dweight_EFD, dy_RF, x_RD, offset_E1, accumulate=False)
-    return ops.grouped_linear_input_grad(dy_RF, weight_EFD, offset_E1), dweight_EFD
+    with stated_types(x_RD):
+        ops.grouped_weight_grad_(dweight_EFD, dy_RF, x_RD, offset_E1, accumulate=False)
+        return ops.grouped_linear_input_grad(dy_RF, weight_EFD, offset_E1), dweight_EFD
 
 
 @grouped_linear_grad.register_fake
@@ -99,7 +106,7 @@ def _keep_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _permute(ctx: Any, dy_RD: Tensor) -> Grads:
-    return unpermute(dy_RD, *ctx.saved_tensors, None), None, None
+    return unpermute(rows_readable(dy_RD), *ctx.saved_tensors, None), None, None
 
 
 def _keep_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -110,6 +117,7 @@ def _keep_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _unpermute(ctx: Any, dout_TD: Tensor) -> Grads:
     y_RD, row_TK, offset_E1, weight_TK = ctx.saved_tensors
+    dout_TD = rows_readable(dout_TD)
     if weight_TK is None:
         return permute(dout_TD, row_TK, offset_E1), None, None, None
     dy_RD, dweight_TK = unpermute_grad(dout_TD, y_RD, row_TK, offset_E1, weight_TK)

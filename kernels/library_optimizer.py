@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from megalite.kernels import checks
 from megalite.kernels.library_common import ops_of
 from torch import Tensor
 from torch.library import custom_op
@@ -25,6 +26,10 @@ def adamw_(
 
     hyper: float32 [4] on the device = lr, 1 - beta1^t, 1 - beta2^t, factor of the gradient.
     """
+    checks.check_adamw(
+        weight, grad, exp_avg, exp_avg_sq, hyper, low,
+        beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+    )  # fmt: skip
     ops_of(weight).adamw_(
         weight, grad, exp_avg, exp_avg_sq, hyper,
         beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, low=low,
@@ -49,8 +54,9 @@ def _(
 
 @custom_op("megalite::sum_squares", mutates_args=())
 def sum_squares(x: Tensor) -> Tensor:
-    """Sum of squares of a contiguous tensor, in a fixed order: float64, 0-d."""
-    return ops_of(x).square_sums([x.flatten()], x.device)
+    """Sum of squares of a tensor, in a fixed order: float64, 0-d."""
+    checks.check_tensor("sum_squares", "x", x, checks.FLOATS)
+    return ops_of(x).square_sums([x.contiguous().flatten()], x.device)
 
 
 @sum_squares.register_fake
@@ -61,7 +67,8 @@ def _(x: Tensor) -> Tensor:
 @custom_op("megalite::scale_cast", mutates_args=())
 def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x * scale in another type, values beyond its largest becoming it; NaN stays NaN."""
-    return ops_of(x).scale_cast(x, scale, dtype)
+    checks.check_cast(x, scale, dtype)
+    return ops_of(x).scale_cast(x.contiguous(), scale, dtype)
 
 
 @scale_cast.register_fake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from megalite.kernels.checks import check_indices
 from megalite.kernels.library_common import new_stats, ops_of, own
 from torch import Tensor
 from torch.library import custom_op
@@ -60,6 +61,8 @@ def rope(
     x_TNH: Tensor, cos_sh: Tensor, sin_sh: Tensor, position_T: Tensor | None, inverse: bool
 ) -> Tensor:
     """x[T, N, H] rotated by position, or back."""
+    if position_T is not None:
+        check_indices("rope", "position", position_T, len(cos_sh))
     return ops_of(x_TNH).turn(x_TNH, cos_sh, sin_sh, position_T, inverse=inverse)
 
 

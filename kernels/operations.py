@@ -20,7 +20,7 @@ from megalite.kernels import (
     reference_moe,
 )
 from megalite.kernels.adamw_operations import ReferenceAdamW
-from megalite.kernels.intervals import Intervals
+from megalite.kernels.intervals import Intervals, check_documents
 from megalite.kernels.reference_dropout import AttentionDropout, Key
 from torch import Tensor
 
@@ -192,7 +192,11 @@ class Kernels(ReferenceAdamW):
     def attention_mask(
         self, cu_seqlens: Sequence[int], window: int | None, device: torch.device
     ) -> Any:
-        """What `attention` takes as its mask; good for all layers of a microbatch."""
+        """What `attention` takes as its mask; good for all layers of a microbatch.
+
+        cu_seqlens: document boundaries [0, ..., T]. Raises ValueError.
+        """
+        check_documents(cu_seqlens, window)
         return DocumentMask(cu_seqlens, window)
 
     def attention(

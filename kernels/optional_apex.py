@@ -15,6 +15,7 @@ from megalite.kernels.adamw_operations import (
     AdamWPlan,
     AdamWRun,
     AdamWSettings,
+    check_count,
 )
 from megalite.kernels.errors import BackendError
 from megalite.kernels.optional import apex_attribute
@@ -65,6 +66,7 @@ class ApexAdamW:
     def update(self, lr: float, num_updates: int, factor: float) -> None:
         """See `AdamWPlan`."""
         assert factor == 1.0, "the gradients of this plan are multiplied before"
+        check_count(num_updates)
         adam = self._adam
         if adam is None:
             return

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megalite.kernels.errors import BackendError
+from megalite.kernels.intervals import check_documents
 from megalite.kernels.optional import activate_flash, probe
 from megalite.kernels.reference_dropout import AttentionDropout
+from megalite.kernels.triton_common import check_shape
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -123,15 +125,12 @@ class SdpaAttention(AttentionAdapter):
     It knows no window: a window that reaches beyond every document is none, others are refused.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._backend = _BACKENDS[name]
-
     def attention_mask(
         self, cu_seqlens: Sequence[int], window: int | None, device: torch.device
     ) -> Any:
         """Raises BackendError for a window within a document."""
-        lengths = tuple(stop - start for start, stop in pairwise(cu_seqlens))
+        check_documents(cu_seqlens, window)
+        lengths = tuple(stop - start for start, stop in pairwise(cu_seqlens) if stop > start)
         if window is not None and window < max(lengths, default=0):
             raise BackendError(
                 f"kernels.attention={self._name} has no sliding window; got one of {window} tokens "
@@ -149,6 +148,9 @@ class SdpaAttention(AttentionAdapter):
     ) -> Tensor:
         self._refuse(drop)
         lengths = mask.lengths
+        check_shape("attention", (sum(lengths), *q_TNH.shape[1:]), q=q_TNH)
+        if not lengths:
+            return q_TNH.clone()
         if len(set(lengths)) == 1:
             return self._documents(q_TNH, k_TKH, v_TKH, lengths[0])
         parts = (x.split(list(lengths)) for x in (q_TNH, k_TKH, v_TKH))
@@ -159,7 +161,7 @@ class SdpaAttention(AttentionAdapter):
         heads = (x.unflatten(0, (-1, length)) for x in (q_TNH, k_TKH, v_TKH))
         q, k, v = (x.transpose(1, 2) for x in heads)
         try:
-            with sdpa_kernel(self._backend):
+            with sdpa_kernel(_BACKENDS[self._name]):
                 out = F.scaled_dot_product_attention(
                     q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
                 )
@@ -190,8 +192,9 @@ class PackedAttention(AttentionAdapter):
         self, cu_seqlens: Sequence[int], window: int | None, device: torch.device
     ) -> Any:
         """Boundaries as int32 on the device: one transfer a microbatch, not one a layer."""
+        check_documents(cu_seqlens, window)
         bounds = torch.tensor(cu_seqlens, dtype=torch.int32).to(device, non_blocking=True)
-        longest = max(stop - start for start, stop in pairwise(cu_seqlens))
+        longest = max((stop - start for start, stop in pairwise(cu_seqlens)), default=0)
         # (tokens back, tokens ahead): -1 is any number, and a token's own place counts as 0 back
         return _Packed(bounds, longest, (-1 if window is None else window - 1, 0))
 

@@ -250,8 +250,14 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, each [length, R/2], of position * theta^(-2i/R), computed in float64.
 
-    rotary_dim R: elements of each head that turn; 0 gives tables without columns.
+    rotary_dim R: elements of each head that turn, an even number; 0 gives tables without columns.
+    Raises ValueError.
     """
+    if rotary_dim < 0 or rotary_dim % 2 or length_tokens < 0 or not 0 < theta < math.inf:
+        raise ValueError(
+            f"rope: rotary_dim={rotary_dim}, length={length_tokens}, theta={theta}; expected an "
+            "even number of elements, 0 or more positions and a positive base"
+        )
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(1, rotary_dim)
     rate = theta**-exponent
     if scaling is not None:
@@ -397,11 +403,13 @@ def cross_entropy_combine(
     weight_T: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
     z_loss: float = 0.0,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Merge all shards' stats [tp, T, 3], in shard order, into (loss[T], log-sum-exp[T]).
 
     loss = weight * (lse - target + z_loss * lse^2), 0 where the label is `ignore_index`; without
-    labels no token is ignored.
+    labels no token is ignored. vocab_size: labels that are neither below it nor ignored have a
+    loss of NaN.
     """
     maximum_rT, sum_rT, target_rT = stats_rT3.unbind(-1)
     maximum_T = maximum_rT.amax(0)
@@ -412,6 +420,8 @@ def cross_entropy_combine(
     if weight_T is not None:
         loss_T = loss_T.mul_(weight_T)
     if label_T is not None:
+        if vocab_size is not None:
+            loss_T = loss_T.masked_fill_((label_T < 0) | (label_T >= vocab_size), torch.nan)
         loss_T = loss_T.masked_fill_(label_T == ignore_index, 0.0)
     return loss_T, lse_T
 
@@ -454,10 +464,19 @@ def cross_entropy_grad_(
             index = column.clamp(0, num_columns - 1).unsqueeze(1)
             hit = scale * (1.0 - smoothing) if smoothing else scale
             p.scatter_add_(1, index, -(hit * owned.unsqueeze(1)))
+        _clear_rows_(p, scale == 0)
         if p is not x:
             x.copy_(p)
     logits_Tv[:, num_columns:] = 0
     return logits_Tv
+
+
+def _clear_rows_(p_Tv: Tensor, unused_T1: Tensor) -> None:
+    """Zeros in rows that weigh nothing, whose logits may be infinite or NaN."""
+    if p_Tv.device.type == "cpu":
+        p_Tv.index_fill_(0, unused_T1.flatten().nonzero().flatten(), 0.0)
+    else:  # without waiting for their number
+        p_Tv.masked_fill_(unused_T1, 0.0)
 
 
 # --- optimizer and casts -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from megalite.kernels.intervals import check_documents
 from megalite.kernels.reference_dropout import AttentionDropout, dropout, dropout_mask
 from torch import Tensor
 
@@ -29,16 +30,25 @@ def attention(
 
     cu_seqlens: document boundaries [0, ..., T]; a token sees itself and earlier tokens of its own
     document, of which the last `window` only, itself included. Query head n reads key/value head
-    n // (N / K). `drop` drops attention weights; that path keeps L x L weights a head.
+    n // (N / K). `drop` drops attention weights; that path keeps L x L weights a head. Raises
+    ValueError.
     """
     if q_TNH.device.type == "cpu" and q_TNH.dtype in (torch.bfloat16, torch.float16):
         wide = (x.float() for x in (q_TNH, k_TKH, v_TKH))
         return attention(*wide, cu_seqlens, window, drop).to(q_TNH.dtype)
-    lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
+    check_documents(cu_seqlens, window)
+    if cu_seqlens[-1] != len(q_TNH):
+        raise ValueError(
+            f"attention: documents end at {cu_seqlens[-1]}, but there are {len(q_TNH)} tokens"
+        )
+    documents = [(start, stop) for start, stop in pairwise(cu_seqlens) if start < stop]
+    lengths = [stop - start for start, stop in documents]
+    if not lengths:
+        return q_TNH.clone()
     if len(set(lengths)) == 1:
         return _documents(q_TNH, k_TKH, v_TKH, lengths[0], window, drop)
     parts = (x.split(lengths) for x in (q_TNH, k_TKH, v_TKH))
-    drops = [_moved(drop, start) for start in cu_seqlens[:-1]]
+    drops = [_moved(drop, start) for start, _ in documents]
     return torch.cat(
         [_documents(q, k, v, len(q), window, d) for q, k, v, d in zip(*parts, drops, strict=True)]
     )

@@ -70,13 +70,23 @@ def _row(token: Tensor, plane: Tensor, word: int) -> Tensor:
     return _mix_(x + _low(plane))
 
 
+def check_dropout(p: float, key: Key) -> None:
+    """Raise ValueError for a probability or a key that no mask can be made of."""
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout: p={p}, expected 0 <= p < 1")
+    if len(key) != 2 or not all(0 <= word < 1 << 32 for word in key):
+        raise ValueError(f"dropout: key={key}, expected two words of 32 bits, 0 to 2^32 - 1")
+
+
 def dropout_mask(
     key: Key, p: float, token: Tensor, column: Tensor, plane: Tensor | None = None
 ) -> Tensor:
     """True where an element is kept, with probability 1 - p: bool, the broadcast of the inputs.
 
-    token, column, plane: int64 tensors that broadcast against each other; plane None is 0.
+    token, column, plane: int64 tensors that broadcast against each other; plane None is 0. Raises
+    ValueError.
     """
+    check_dropout(p, key)
     plane = token.new_zeros(()) if plane is None else plane
     a, b = (_row(token, plane, word) for word in key)
     x = a ^ _mix_(_low(column) ^ _signed(key[0]))
@@ -85,7 +95,7 @@ def dropout_mask(
     x ^= _shift(x, 15)
     x += b
     x *= _SECOND
-    return x >= round(p * 2**32) - 2**31
+    return x >= min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def dropout(x_TD: Tensor, keep_TD: Tensor, p: float) -> Tensor:

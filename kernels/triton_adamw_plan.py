@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings
+from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings, check_count
 from megalite.kernels.triton_adamw import adamw_
 
 
@@ -30,6 +30,7 @@ class OnePassAdamW:
     @torch.no_grad()
     def update(self, lr: float, num_updates: int, factor: float) -> None:
         """See `AdamWPlan`."""
+        check_count(num_updates)
         if not self._runs:
             return
         settings = self._settings

@@ -67,3 +67,8 @@ def check_last_contiguous(operation: str, **tensors: Tensor | None) -> None:
 def rows_readable(x: Tensor) -> Tensor:
     """x, or a copy where its last dimension has a stride (an expanded gradient has stride 0)."""
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def vector(x: Tensor | None) -> Tensor | None:
+    """x with its elements side by side, as kernels read it: a copy of an expanded or sliced one."""
+    return None if x is None else x.contiguous()
