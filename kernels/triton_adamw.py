@@ -128,8 +128,8 @@ def adamw_(
             f"adamw: weight is {weight.dtype}, hyper {hyper.dtype} {tuple(hyper.shape)}; expected "
             "float32 and float32 (4,)"
         )
-    for name, x in tensors.items():
-        if not x.is_contiguous():
+    for name, x in {**tensors, "low": low}.items():
+        if x is not None and not x.is_contiguous():
             raise ValueError(f"adamw: {name} must be contiguous; pass flat buffers")
     if length:
         use = choose("adamw")
@@ -139,7 +139,7 @@ def adamw_(
             exp_avg,
             exp_avg_sq,
             low,
-            hyper,
+            hyper.contiguous(),
             length,
             beta1,
             beta2,

@@ -152,8 +152,9 @@ def default_tiles(
 
 
 def _aligned(x: Tensor) -> bool:
-    bytes_of = x.element_size()
-    return x.data_ptr() % 16 == 0 and x.stride(0) * bytes_of % 16 == 0
+    """Whether a descriptor can describe x: aligned rows, of which none overlaps another."""
+    bytes_of, stride = x.element_size(), x.stride(0)
+    return x.data_ptr() % 16 == 0 and stride * bytes_of % 16 == 0 and stride >= x.shape[1]
 
 
 def flat(x_THD: Tensor) -> Tensor:

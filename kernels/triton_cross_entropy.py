@@ -24,10 +24,12 @@ from megalite.kernels.triton_common import (
     check_float,
     check_last_contiguous,
     check_shape,
+    vector,
 )
 from torch import Tensor
 
 IGNORE_INDEX = -100
+MOST_LABELS = (1 << 31) - 1  # of a vocabulary of unknown size
 
 
 @triton.jit
@@ -83,6 +85,7 @@ def _combine_kernel(
     num_tokens,
     num_shards,
     ignore_index,
+    vocab_size,
     z_loss,
     BLOCK: tl.constexpr,
     LABELS: tl.constexpr,
@@ -111,6 +114,7 @@ def _combine_kernel(
         loss = loss * tl.load(weight_ptr + token, mask=inside, other=0.0)
     if LABELS:
         label = tl.load(label_ptr + token, mask=inside, other=0)
+        loss = tl.where((label < 0) | (label >= vocab_size), float("nan"), loss)
         loss = tl.where(label == ignore_index, 0.0, loss)
     tl.store(loss_ptr + token, loss, mask=inside)
     tl.store(lse_ptr + token, lse, mask=inside)
@@ -193,7 +197,7 @@ def cross_entropy_stats(
         use = choose("cross_entropy_stats")
         _stats_kernel[(tokens,)](
             logits_Tv,
-            label_T,
+            label_T.contiguous(),
             stats_T3,
             logits_Tv.stride(0),
             first_column,
@@ -216,10 +220,12 @@ def cross_entropy_combine(
     weight_T: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
     z_loss: float = 0.0,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Merge all shards' statistics [tp, T, 3], in shard order: (loss[T], log-sum-exp[T]).
 
-    Without labels no token is ignored.
+    Without labels no token is ignored. vocab_size: labels that are neither below it
+    nor ignored have a loss of NaN.
     """
     shards, tokens, _ = stats_rT3.shape
     check_shape("cross_entropy_combine", (tokens,), label=label_T, weight=weight_T)
@@ -229,13 +235,14 @@ def cross_entropy_combine(
         use = choose("cross_entropy_combine")
         _combine_kernel[(cdiv(tokens, use["tokens"]),)](
             stats_rT3,
-            label_T,
-            weight_T,
+            vector(label_T),
+            vector(weight_T),
             loss_T,
             lse_T,
             tokens,
             shards,
             ignore_index,
+            MOST_LABELS if vocab_size is None else vocab_size,
             z_loss,
             BLOCK=use["tokens"],
             LABELS=label_T is not None,
@@ -272,10 +279,10 @@ def cross_entropy_grad_(
         use = choose("cross_entropy_grad")
         _grad_kernel[(tokens, cdiv(all_columns, use["block"]))](
             logits_Tv,
-            label_T,
-            lse_T,
+            label_T.contiguous(),
+            lse_T.contiguous(),
             dloss_T.contiguous(),
-            weight_T,
+            vector(weight_T),
             logits_Tv.stride(0),
             first_column,
             num_columns,

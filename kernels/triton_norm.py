@@ -326,6 +326,8 @@ def norm_backward(
     mean_T = None if mean_T is None else mean_T.contiguous()
     _check(operation, columns, dy=dy_TD, s=s_TD, weight=weight_D, ds=ds_TD)
     check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
+    check_shape(operation, (columns,), weight=weight_D)
+    check_shape(operation, (tokens,), rstd=rstd_T, mean=mean_T)
     use = choose("norm_backward", columns=columns)
     rows, block = _tile(columns, use["elements"])
     programs = programs or num_programs(s_TD.device, use["programs_per_sm"])

@@ -24,10 +24,11 @@ from megalite.kernels import (
 )
 from megalite.kernels.adamw_operations import TritonAdamW
 from megalite.kernels.errors import BackendError
-from megalite.kernels.intervals import Intervals, document_intervals
+from megalite.kernels.intervals import Intervals, check_documents, document_intervals
 from megalite.kernels.operations import Kernels
 from megalite.kernels.reference_dropout import AttentionDropout, Key
 from megalite.kernels.triton_attention_tiles import HEAD_DIMS, Drop
+from megalite.kernels.triton_common import rows_readable
 from megalite.kernels.triton_rope import rope_
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -185,7 +186,7 @@ class TritonKernels(TritonAdamW, Kernels):
         inverse: bool = False,
     ) -> Tensor:
         out = torch.empty_like(x_TNH, memory_format=torch.contiguous_format)
-        x_T1NH, out_T1NH = x_TNH.unsqueeze(1), out.unsqueeze(1)
+        x_T1NH, out_T1NH = rows_readable(x_TNH).unsqueeze(1), out.unsqueeze(1)
         rope_(x_T1NH, cos_sh, sin_sh, position_T, inverse=inverse, out=out_T1NH)
         return out
 
@@ -211,12 +212,13 @@ class TritonKernels(TritonAdamW, Kernels):
     ) -> None:
         queries = dqkv_TkgH.shape[2] - 2
         for dx, heads in ((dq, slice(queries)), (dk, slice(queries, queries + 1))):
-            rope_(dx, cos_sh, sin_sh, inverse=True, out=dqkv_TkgH[:, :, heads])
+            rope_(rows_readable(dx), cos_sh, sin_sh, inverse=True, out=dqkv_TkgH[:, :, heads])
         dqkv_TkgH[:, :, queries + 1 :] = dv
 
     def attention_mask(
         self, cu_seqlens: Sequence[int], window: int | None, device: torch.device
     ) -> Any:
+        check_documents(cu_seqlens, window)
         bounds = torch.tensor(cu_seqlens, dtype=torch.int64).to(device, non_blocking=True)
         return document_intervals(bounds, cu_seqlens[-1], window=window)
 
@@ -267,6 +269,7 @@ class TritonKernels(TritonAdamW, Kernels):
 
     @staticmethod
     def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
         return triton_cast.scale_cast(x, torch.empty_like(x, dtype=dtype), scale)
 
     cross_entropy_stats = staticmethod(triton_cross_entropy.cross_entropy_stats)
@@ -293,6 +296,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        if torch.is_grad_enabled():  # as create_graph=True has it
+            raise RuntimeError(
+                "attention: its gradient has none of its own, so that it would go missing in "
+                "silence; leave out create_graph, or set kernels.backend=reference"
+            )
         q, k, v, o, lse = ctx.saved_tensors
         stats = triton_attention.attention_delta(o, do, lse)
         dq, dk, dv = triton_attention_backward.attention_backward(

@@ -7,6 +7,7 @@ computed elsewhere, so every scaling of the angles works.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from megalite.kernels.tables import choose
@@ -17,6 +18,7 @@ from megalite.kernels.triton_common import (
     check_last_contiguous,
     check_shape,
     next_power_of_2,
+    vector,
 )
 from torch import Tensor
 
@@ -45,11 +47,14 @@ def _rope_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     position = token % length
+    pair = tl.arange(0, BLOCK)
+    known = pair < HALF
     if POSITIONS:
         position = tl.load(position_ptr + token).to(tl.int64)
-    pair = tl.arange(0, BLOCK)
-    cos = tl.load(cos_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + position * HALF + pair, mask=pair < HALF, other=0.0)[None, :] * sign
+        known = known & (position >= 0) & (position < length)
+    # NaN where the tables end: the host cannot look at positions without waiting for them
+    cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
+    sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :] * sign
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = (head < num_heads)[:, None] & (pair < HALF)[None, :]
     group, member = (head // members).to(tl.int64), (head % members).to(tl.int64)
@@ -76,8 +81,8 @@ def rope_(
 
     x is any view with a contiguous last dimension, such as queries and keys of packed heads; out is
     another of its shape that shares no memory with it. Returns out, or x. cos_sh, sin_sh: float32
-    [s, R/2], R <= H. Token t has position position_T[t] (an integer below s), or t mod s. inverse:
-    rotate back, which is the gradient. Raises TypeError, ValueError.
+    [s, R/2], R <= H. Token t has position position_T[t], or t mod s; a position outside 0 ... s - 1
+    gives NaN. inverse: rotate back, which is the gradient. Raises TypeError, ValueError.
     """
     tokens, groups, members, head_dim = x_TkgH.shape
     length, half = cos_sh.shape
@@ -88,8 +93,10 @@ def rope_(
     check_shape("rope", tuple(x_TkgH.shape), out=out)
     if 2 * half > head_dim:
         raise ValueError(f"rope: tables turn {2 * half} elements, a head has {head_dim}")
-    if not (cos_sh.is_contiguous() and sin_sh.is_contiguous()):
-        raise ValueError("rope: cos and sin must be contiguous; pass .contiguous()")
+    if position_T is not None and position_T.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"rope: position is {position_T.dtype}, expected int32 or int64")
+    if tokens and not length:
+        raise ValueError("rope: tables have no positions; make them as long as the sequence")
     if out is not None and 2 * half < head_dim:
         out[..., 2 * half :] = x_TkgH[..., 2 * half :]
     turned = x_TkgH if out is None else out
@@ -100,9 +107,9 @@ def rope_(
         _rope_kernel[(tokens, cdiv(heads, heads_per_program))](
             x_TkgH,
             turned,
-            cos_sh,
-            sin_sh,
-            position_T,
+            cos_sh.contiguous(),
+            sin_sh.contiguous(),
+            vector(position_T),
             length,
             heads,
             members,

@@ -129,5 +129,8 @@ def test_rope_bits_and_errors() -> None:
     assert_same_bits(lambda: [rope_(x.clone(), cos, sin)])
     with pytest.raises(ValueError, match="tables turn 16 elements, a head has 8"):
         rope_(draw(3, 1, 1, 8), cos, sin)
-    with pytest.raises(ValueError, match="cos and sin must be contiguous"):
-        rope_(x, cos[:, ::2], sin[:, ::2])
+    half = (table[:, ::2] for table in (cos, sin))
+    copies = (table[:, ::2].contiguous() for table in (cos, sin))
+    assert torch.equal(rope_(x.clone(), *half), rope_(x.clone(), *copies))
+    with pytest.raises(TypeError, match=r"position is torch\.float32"):
+        rope_(x, cos, sin, torch.zeros(3))
