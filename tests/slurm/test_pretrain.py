@@ -101,11 +101,24 @@ def told(jobs: Jobs, name: str, job: str) -> str:
     return f"{jobs.log(job)}\n{logs}"
 
 
-def goes_on(jobs: Jobs, name: str, job: str) -> int:
-    """Once a job is requeued: let its run end three steps after the newest checkpoint."""
-    wait_until(lambda: "requeued" in jobs.log(job), lambda: told(jobs, name, job))
-    steps = max(newest(jobs.run_folder(name)), 0) + 3
-    jobs.config(name, steps)
+def go_on(jobs: Jobs, numbers: dict[str, str]) -> dict[str, int]:
+    """As soon as each job is requeued: let its run end three steps after the newest checkpoint.
+
+    It gets time enough for that. A requeued job waits a few seconds (cred_expire) before it starts
+    and reads its config, so the jobs are watched together: whichever is first must not start before
+    its end is written.
+    """
+    steps: dict[str, int] = {}
+
+    def all_requeued() -> bool:
+        for name, job in numbers.items():
+            if name not in steps and "requeued" in jobs.log(job):
+                steps[name] = max(newest(jobs.run_folder(name)), 0) + 3
+                jobs.config(name, steps[name])
+                jobs.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+        return len(steps) == len(numbers)
+
+    wait_until(all_requeued, lambda: "".join(told(jobs, name, numbers[name]) for name in numbers))
     return steps
 
 
@@ -131,12 +144,10 @@ def test_runs_go_on_over_a_time_limit_and_over_a_killed_rank(jobs: Jobs) -> None
     wait_until(lambda: jobs.has_done("killed", 7), lambda: told(jobs, "killed", killed))
     os.kill(ranks_of(jobs, "killed")[-1], signal.SIGKILL)
 
-    wait_until(lambda: "requeued" in jobs.log(cut), lambda: told(jobs, "cut", cut))
-    jobs.cluster.run("scontrol", "update", f"JobId={cut}", "TimeLimit=30")
-    steps = {name: goes_on(jobs, name, job) for name, job in (("cut", cut), ("killed", killed))}
+    steps = go_on(jobs, {"cut": cut, "killed": killed})
     assert steps["killed"] > 5, "it goes on from a checkpoint"
     assert "the time limit is near" in jobs.log(cut)
-    assert lines(jobs.run_folder("cut"), "end")[-1]["exit_code"] == 75
+    assert lines(jobs.run_folder("cut"), "end")[0]["exit_code"] == 75
     straight = uninterrupted(jobs, max(steps.values()))
 
     for name, job in (("killed", killed), ("cut", cut)):
