@@ -223,7 +223,7 @@ def isend(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     _count(mesh.pp, "send", _bytes(x))
     flat = x.contiguous()
     with mesh.ledger.blocked(mesh.pp.name):
-        work = dist.isend(flat, dst=peer, group=channel)
+        work = channel.send([flat], int(peer > mesh.rank), 0)
     return Handle(flat, work, mesh.pp)
 
 
@@ -237,7 +237,7 @@ def irecv(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     _count(mesh.pp, "recv", 0.0)
     flat = x if x.is_contiguous() else torch.empty_like(x, memory_format=_ROWS)
     with mesh.ledger.blocked(mesh.pp.name):
-        work = dist.irecv(flat, src=peer, group=channel)
+        work = channel.recv([flat], int(peer > mesh.rank), 0)
     return Handle(x, work, mesh.pp, None if flat is x else lambda: _store(x, flat))
 
 

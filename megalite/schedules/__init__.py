@@ -9,8 +9,8 @@ from megalite.schedules.builders import (
     recompute,
 )
 from megalite.schedules.catalogue import KINDS, NAMES, Kind, build
-from megalite.schedules.check import check_program, check_schedule
-from megalite.schedules.lower import lower
+from megalite.schedules.check import check_posted, check_program, check_schedule
+from megalite.schedules.lower import lower, post_ahead
 from megalite.schedules.memory import peak_live
 from megalite.schedules.simulate import Durations, Timeline, simulate
 
@@ -23,6 +23,7 @@ __all__ = [
     "Schedule",
     "Timeline",
     "build",
+    "check_posted",
     "check_program",
     "check_schedule",
     "family",
@@ -32,6 +33,7 @@ __all__ = [
     "lower",
     "parse",
     "peak_live",
+    "post_ahead",
     "recompute",
     "simulate",
 ]

@@ -1,6 +1,7 @@
 """Proves a schedule or a program right before anything runs, or says where it is wrong.
 
-`check_schedule` takes compute actions only, `check_program` what `lower` returns. Every
+`check_schedule` takes compute actions only, `check_program` what `lower` returns, `check_posted`
+what `post_ahead` makes of that. Every
 ScheduleError names rank, index and action. Does not repair anything and does not judge speed.
 """
 
@@ -30,7 +31,7 @@ from megalite.schedules.action import (
     send_of,
 )
 from megalite.schedules.memory import peak_live
-from megalite.schedules.models import MODELS, run_model
+from megalite.schedules.models import MODELS, POSTED_MODELS, run_model
 from megalite.schedules.simulate import Durations, simulate
 
 
@@ -61,6 +62,17 @@ def check_program(
     _check_reduce(program)
     _check_channels(program)
     for model in MODELS:
+        run_model(program, model)
+
+
+def check_posted(program: Schedule) -> None:
+    """Raise ScheduleError unless a checked program whose receives were moved (`post_ahead`) still
+    gets every message before its use, in the order of its channel, and finishes where transfers
+    wait at most for others of their own directed edge.
+    """
+    _check_arrivals(program)
+    _check_channels(program)
+    for model in POSTED_MODELS:
         run_model(program, model)
 
 

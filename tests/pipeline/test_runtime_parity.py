@@ -51,6 +51,7 @@ def test_one_rank():
     assert not mesh.ledger.counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("p", [2, 4])
 def test_pipeline(pool, p):
     """p=2 runs as two replicas beside each other: the columns must not mix either."""
@@ -70,6 +71,7 @@ def compare_disturbed(ctx, p, seed):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("p", [2, 4])
 def test_uneven_ranks_give_the_same_bits(pool, p):
     for seed in range(2):
@@ -115,9 +117,9 @@ def count_traffic(ctx):
 
 
 def test_nothing_else_is_sent_and_the_trace_is_the_program(pool):
-    from megalite.schedules import lower
+    from megalite.schedules import lower, post_ahead
 
-    program = lower(make_schedule("interleaved", 2, 2, 4))
+    program = post_ahead(lower(make_schedule("interleaved", 2, 2, 4)))
     message_bytes = 3 * 4 * 8
     for rank, (sent, traced, sound) in enumerate(pool.run(count_traffic, 2)):
         assert sent == message_bytes * sum(a.kind in ("SF", "SB") for a in program.ranks[rank])

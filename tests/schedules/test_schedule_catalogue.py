@@ -39,6 +39,7 @@ def chunks_of(name: str, v: int) -> int:
     return {"any": v, "1": 1, "2": 2, ">= 2": max(v, 2)}[KINDS[name].v]
 
 
+@pytest.mark.long
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 7), st.integers(1, 3), st.integers(1, 24))
 def test_every_name_is_valid_for_any_size(name: str, p: int, v: int, m: int) -> None:

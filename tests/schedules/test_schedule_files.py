@@ -141,6 +141,7 @@ def test_the_tuner_stays_within_the_memory_and_prefers_lean_among_equals() -> No
     assert tune(4, 2, 16, times, 6.0)[0].step <= tune(4, 2, 16, times, 3.0)[0].step
 
 
+@pytest.mark.long
 def test_the_tuner_beats_1f1b_by_what_is_published() -> None:
     """F:B:W = 1:1.1:0.9 at p=8, m=32, c=0.02: 18.9 % bubble become about 3.2 %."""
     best = tune(8, 4, 32, Durations.even(8, 4, b=1.1, w=0.9, hop=0.02))[0]
@@ -199,6 +200,7 @@ def test_the_command_lists_and_compares() -> None:
     assert [row[7] for row in rows[1:]] == ["96", "96", "224", "192"]
 
 
+@pytest.mark.long
 def test_the_command_writes_every_form(tmp_path: Path) -> None:
     names = {form: tmp_path / f"a.{form}" for form in ("svg", "html", "png", "trace", "csv")}
     run("zb-v", *(word for form, path in names.items() for word in (f"--{form}", str(path))))
