@@ -19,14 +19,35 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _POOL = pytest.StashKey[RankPool]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--ranks",
+        choices=("only", "none"),
+        help="only the tests on the pool of ranks, which fill the machine; or all others",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Fork the pool's zygote while this process has one thread; it sleeps until a test asks."""
-    config.stash[_POOL] = RankPool(max_world_size=8)
+    if config.getoption("--ranks") != "none":
+        config.stash[_POOL] = RankPool(max_world_size=8)
+
+
+def _wants_ranks(item: pytest.Item) -> bool:
+    return "pool" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--ranks")
+    if part is not None:
+        left_out = [item for item in items if _wants_ranks(item) != (part == "only")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _wants_ranks(item) == (part == "only")]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the zygote import torch while the first tests run, if any test wants ranks."""
-    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+    if any(map(_wants_ranks, session.items)):
         session.config.stash[_POOL].preload()
 
 

@@ -95,6 +95,7 @@ def test_each_thing_is_synced_before_the_next(tmp_path: Path) -> None:
     assert not disk.unsynced
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [2, 1], ids=["a new step", "the only step again"])
 def test_killed_at_each_step(tmp_path: Path, old: Path, step: int) -> None:
     chosen = set()
@@ -125,6 +126,7 @@ def _is_new(root: Path) -> bool:
     return torch.equal(piece.data, make_pieces(Cut(1, 1), 0, NEW)[0].data)
 
 
+@pytest.mark.long
 def test_one_that_was_moved_aside_and_never_replaced_stays(tmp_path: Path, old: Path) -> None:
     """Killed between the two renames; then the next save fails too."""
     root = shutil.copytree(old, tmp_path / "root")
@@ -138,6 +140,7 @@ def test_one_that_was_moved_aside_and_never_replaced_stays(tmp_path: Path, old: 
     assert (tmp_path / "trial" / "step-00000001").is_dir()
 
 
+@pytest.mark.long
 def test_killed_during_the_first_save_ever(tmp_path: Path) -> None:
     for index in steps_to_break(tmp_path / "trial", 7):
         root = tmp_path / f"killed-{index}"

@@ -195,6 +195,7 @@ def peak_mib() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
+@pytest.mark.long
 def test_neither_saving_nor_loading_makes_a_second_copy(tmp_path: Path) -> None:
     """State of 128 MiB: peak resident memory grows by chunks, at equal and at other cuts."""
     spec = ShardSpec("w", (8192, 2048), 1)

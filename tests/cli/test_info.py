@@ -37,6 +37,7 @@ def as_json(*arguments: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_run(folder: Path) -> None:
     found = as_json(folder / "run")
     config = make_config(folder, "run", "tp2")

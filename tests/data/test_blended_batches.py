@@ -48,6 +48,7 @@ BLENDS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, 
 )
 
 
+@pytest.mark.long
 @PROPERTY
 @given(blend=BLENDS, seed=st.integers(0, 99), first=st.integers(0, 10**6))
 def test_shares_are_exact_and_each_source_goes_through_its_own_epochs(

@@ -102,6 +102,7 @@ def test_unicode_line_separators_do_not_cut_a_record(tmp_path: Path) -> None:
     assert read(path)[0] == ["a\u2028b\u0085c"]
 
 
+@pytest.mark.long
 def test_a_long_line_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(line("x" * 50_000_000) + GOOD)

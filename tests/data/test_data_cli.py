@@ -102,6 +102,7 @@ def test_exit_codes_and_lines_of_prepare(source: Path, tmp_path: Path) -> None:
     assert "num_workers=0" in stderr
 
 
+@pytest.mark.long
 def test_progress_is_shown_on_a_terminal_only(source: Path, tmp_path: Path) -> None:
     train(source, tmp_path / "t.model")
     source.write_bytes(BAD_LINES + source.read_bytes())
@@ -128,6 +129,7 @@ def test_progress_is_shown_on_a_terminal_only(source: Path, tmp_path: Path) -> N
     assert quiet.stdout.splitlines()[0] == done.stdout.splitlines()[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
     source: Path, tmp_path: Path, number: int

@@ -146,6 +146,7 @@ def test_command_lets_errors_pass_to_the_caller(tmp_path: Path, source: str) -> 
     assert result.exit_code == 2
 
 
+@pytest.mark.long
 def test_builtin_needs_no_files_of_ones_own(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     options = ["--vocab-size", "512", "--max-bytes", "200000"]

@@ -277,6 +277,7 @@ def one_rank_skips(ctx):
     return "no error"
 
 
+@pytest.mark.long
 def test_a_hanging_collective_names_rank_place_and_phase(pool) -> None:
     notes = pool.run(one_rank_skips, 4)[0]
     assert notes == ["rank 0 (tp 0, dp 0): waiting in all_reduce on tp, op #2, phase 'backward'"]

@@ -42,5 +42,6 @@ def switched(ctx: Any) -> tuple[bool, bool, bool]:
         use_deterministic(False)
 
 
+@pytest.mark.long
 def test_algorithms_are_switched_for_the_process(pool: RankPool) -> None:
     assert pool.run(switched, 1) == [(False, True, False)]

@@ -164,6 +164,7 @@ def test_a_single_process_can_join_itself_and_leave() -> None:
     end_process()
 
 
+@pytest.mark.long
 def test_who_cannot_join_says_where() -> None:
     with hold_port() as held:
         port = held.getsockname()[1]

@@ -89,6 +89,7 @@ def trained(job: Job) -> bool:
     ]
 
 
+@pytest.mark.long
 def test_jobs_at_once_on_one_host_all_train(start) -> None:
     jobs = [start("trains") for _ in range(3)]
     assert [trained(job) for job in jobs] == [True] * 3, [job.err for job in jobs]
@@ -99,6 +100,7 @@ def test_spawned_ranks_train_too(start) -> None:
     assert trained(start("trains", "spawn"))
 
 
+@pytest.mark.long
 def test_failures_come_back_as_codes_and_the_first_cause_is_told_once(start) -> None:
     names = ("raises", "is_killed", "is_misconfigured", "returns_a_code")
     jobs = {name: start(name) for name in names}

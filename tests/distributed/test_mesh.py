@@ -38,6 +38,7 @@ def sums_over_axes(ctx, layout):
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [

@@ -102,6 +102,7 @@ def never_answers(ctx):
         threading.Event().wait()
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_answer_shows_its_stack(pool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1.*no answer within 1.*never_answers"):
         pool.run(never_answers, 2, timeout_s=1.0)

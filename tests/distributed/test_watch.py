@@ -45,6 +45,7 @@ def ranks() -> list[Rank]:
     return [Rank(store, rank) for rank in range(2)]
 
 
+@pytest.mark.long
 def test_a_silent_rank_is_named_with_its_last_place(ranks: list[Rank]) -> None:
     ranks[1].board.post(Notice(1, 12, "rank 1 (tp 1): waiting in all_reduce on tp, op #12"))
     ranks[0].ledger.start("all_reduce", "tp", 8)
@@ -57,6 +58,7 @@ def test_a_silent_rank_is_named_with_its_last_place(ranks: list[Rank]) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_rank_that_skipped_an_operation_is_named_once(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.ledger.start("all_reduce", "tp", 8)

@@ -78,6 +78,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(function, draw(shapes, torch.float64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_traces_whole_with_the_same_numbers(name: str, dtype: torch.dtype) -> None:

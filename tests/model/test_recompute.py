@@ -63,6 +63,7 @@ def train(ctx, sp, recompute) -> dict[str, dict[str, float]]:
     return {op: v for op, v in mesh.ledger.as_dict().items() if "/" in op}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", MODES)
 def test_collectives_of_a_layer_are_those_of_theory(pool, recompute) -> None:
     """Four all-reduces a layer, or their halves and two gathers again of what the column layers

@@ -130,6 +130,7 @@ def train_low_precision(ctx: RankContext, zero: int) -> dict[str, Any]:
     return {"rounded": rounded, "differing": differing, "weights": weights(chunks)}
 
 
+@pytest.mark.long
 def test_bfloat16_weights_are_rounded_masters_on_every_rank(pool: RankPool) -> None:
     sharded = pool.run(train_low_precision, 8, 1)
     whole = pool.run(train_low_precision, 8, 0)

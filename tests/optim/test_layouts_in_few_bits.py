@@ -49,6 +49,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_layout_is_within_the_bound_of_the_format(pool: RankPool, name: str, case: Case) -> None:

@@ -210,6 +210,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_layout_equals_one_process(pool: RankPool, case: Case) -> None:
     errors = compare(outcome(pool, case, MUON), serial(case, MUON))

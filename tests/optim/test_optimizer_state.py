@@ -102,6 +102,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", OPTIONS)
 def test_loading_equals_never_stopping_with_each_option(pool: RankPool, option: str) -> None:
     ranks = pool.run(save_and_load, 8, 1, torch.bfloat16, OPTIONS[option])

@@ -72,6 +72,7 @@ def test_chunked_loss_takes_less_than_half_of_the_naive_memory() -> None:
     assert relative_error(head.grad[: head.vocab], weight.grad) <= PLAIN_FLOAT64
 
 
+@pytest.mark.long
 def test_memory_at_a_real_vocabulary() -> None:
     head = Head(2000, 50_000, torch.float32)
     chunked, loss = head.chunked(256)

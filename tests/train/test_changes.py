@@ -126,6 +126,7 @@ def test_all_listed_accepts_other_data_but_never_another_model(
     assert [key for key in keys if key not in PLACES] == ["train.seed", "data"]
 
 
+@pytest.mark.long
 def test_a_wsd_plateau_may_be_made_longer_until_it_ends(pool: RankPool, folder: Path) -> None:
     wsd = {"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_steps": 2, "train__steps": 6}
     ((code, _),) = pool.run(resumed, 1, folder, "all-listed", wsd)

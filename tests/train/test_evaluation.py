@@ -105,6 +105,7 @@ def test_every_sample_of_a_set_counts_once_and_padding_not_at_all(
         assert result.loss == pytest.approx(total / result.tokens, rel=1e-13)
 
 
+@pytest.mark.long
 def test_it_is_done_at_its_interval_and_at_the_end_and_changes_nothing(
     pool: RankPool, folder: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_blend_has_a_set_for_each_source_and_a_test_share_waits_for_the_end(
         assert line in log
 
 
+@pytest.mark.long
 def test_evaluation_around_resumes_gives_the_lines_of_an_uninterrupted_run(
     pool: RankPool, folder: Path
 ) -> None:

@@ -51,6 +51,7 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["generate", *(str(argument) for argument in arguments)])
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_text_from_any_layout(runs: Path) -> None:
     options = ("--prompt", "def f", "--tokens", 12, "--seed", 3)
     one, again, other_layout = (invoke(runs / name, *options) for name in ("tp2", "tp2", "3d"))

@@ -53,6 +53,7 @@ def test_the_loss_stays_the_cross_entropy_and_z_loss_stands_beside_it(
     assert z[2]["loss"] != plain[2]["loss"]
 
 
+@pytest.mark.long
 def test_extras_are_the_same_at_every_layout(pool: RankPool, folder: Path) -> None:
     run(pool, folder, "serial", **EXTRAS)
     for layout, changes in (

@@ -58,6 +58,7 @@ def run(config: RunConfig) -> Path:
     return Path(config.out) / config.name
 
 
+@pytest.mark.long
 def test_the_order_of_lines_and_the_attempt_that_wrote_them(run: Path) -> None:
     found = [(line["kind"], line["attempt"]) for line in read_metrics(run / "metrics.jsonl")]
     assert found == [

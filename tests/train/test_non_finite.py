@@ -67,6 +67,7 @@ def state(folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_skip_leaves_the_weights_and_moves_the_data(pool: RankPool, folder: Path) -> None:
     config = make_config(folder, "skips", "3d", optimizer__non_finite="skip", **TRAINED)
     assert pool.run(poisoned, 8, config) == [(0, "")] * 8
@@ -94,6 +95,7 @@ def test_skip_leaves_the_weights_and_moves_the_data(pool: RankPool, folder: Path
     assert state(run, 3)["trainer"]["consumed_tokens"] == wanted[2][4]
 
 
+@pytest.mark.long
 def test_stop_ends_every_rank_with_the_step_in_the_error(pool: RankPool, folder: Path) -> None:
     config = make_config(folder, "stops", "3d", **TRAINED)
     for code, error in pool.run(poisoned, 8, config):

@@ -87,6 +87,7 @@ def test_the_groups_share_the_norm_before_clipping(serial: Path) -> None:
             assert value == pytest.approx(math.sqrt(squares[group]), rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [("zero1", {}), ("tp2", {"parallel__sequence_parallel": True}), ("3d", {})],

@@ -147,6 +147,7 @@ def test_skip_goes_on_with_the_weights_untouched(pool: RankPool, folder: Path) -
     assert not different(*(checkpoint_tensors(folder, STEPS) for folder in (again, run)))
 
 
+@pytest.mark.long
 def test_stop_ends_every_rank_before_the_update(pool: RankPool, folder: Path) -> None:
     config = make_guarded(
         folder, "stop", "zero1", train__loss_spike="stop", checkpoint__interval=SPIKE_STEP - 1

@@ -92,6 +92,7 @@ def test_a_float16_run_resumes_bitwise_between_overflows(pool: RankPool, folder:
     assert state(folder / "stopped", 6) == state(folder / "half", 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp2", "zero1"])
 def test_every_layout_takes_the_same_decisions(pool: RankPool, folder: Path, layout: str) -> None:
     config = make_config(folder, f"half-{layout}", layout, **HALF)
@@ -153,6 +154,7 @@ def test_evaluation_uses_the_average_and_training_does_not_notice(
     assert lines(folder / "plain", "eval")[-1]["loss"] != inside
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp2", "zero1"])
 def test_averages_and_momenta_resume_at_another_layout(
     pool: RankPool, folder: Path, layout: str

@@ -61,6 +61,7 @@ def samples(outcomes: list[Outcome]) -> list[list[int]]:
     return [steps[step] for step in range(len(BATCHES))]
 
 
+@pytest.mark.long
 def test_stages_lengths_and_rates_follow_the_plan(pool: RankPool, folder: Path) -> None:
     straight, stopped = ramp(folder, "straight"), ramp(folder, "stopped")
     assert straight.train.steps == len(BATCHES)

@@ -147,6 +147,7 @@ def test_ranks_with_different_data_stop_together(pool: RankPool, tmp_path: Path)
         assert f"host-{rank}" in error
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     pool: RankPool, folder: Path, stopped: Path
 ) -> None:

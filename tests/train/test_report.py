@@ -49,6 +49,7 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.long
 def test_report_shows_losses_and_time_and_draws_a_picture(run: Path) -> None:
     result = invoke("report", run)
     assert result.exit_code == 0, result.output
@@ -115,6 +116,7 @@ DAMAGED_LINES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", DAMAGED_LINES, ids=lambda line: line[:60].decode("latin-1"))
 def test_a_damaged_line_anywhere_is_left_out_and_told(tmp_path: Path, line: bytes) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")

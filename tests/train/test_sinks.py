@@ -112,6 +112,7 @@ def wandb_records(path: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_wandb_offline_has_the_steps_of_both_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_service_that_refuses_the_run_leaves_it_offline(tmp_path: Path) -> Non
     assert (fake.modes, len(fake.logged), fake.finished) == (["online", "offline"], 3, [75])
 
 
+@pytest.mark.long
 def test_a_start_that_hangs_is_given_up_with_one_warning(tmp_path: Path) -> None:
     never = threading.Event()
     fake = FakeWandb(on_init=never.wait)

@@ -62,6 +62,7 @@ def views(folder: Path, name: str, **changes: Any) -> RunConfig:
     )
 
 
+@pytest.mark.long
 def test_no_key_of_the_environment_is_in_the_run_folder(pool: RankPool, folder: Path) -> None:
     config = views(folder, "secret")
     address = f"https://user:{SECRETS['HF_TOKEN']}@example.org?k={SECRETS['WANDB_API_KEY']}"
