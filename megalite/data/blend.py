@@ -60,8 +60,9 @@ def _order(weights: Sequence[Fraction]) -> _Table | _Tree | Halving:
     if shares.whole <= MAX_TABLE:
         return _Table(shares)
     root = _best_tree(weights)
-    close = max(_errors(root, weights).values()) <= 1
-    return _Tree(weights, root) if close else Halving(weights)
+    if root is None or max(_errors(root, weights).values()) > 1:
+        return Halving(weights)
+    return _Tree(weights, root)
 
 
 class _Table:
@@ -165,23 +166,38 @@ def _errors(node: Node, weights: Sequence[Fraction]) -> dict[int, Fraction]:
     return found
 
 
-def _best_tree(weights: Sequence[Fraction]) -> Node:
-    """Over sources by falling weight, the tree of smallest error: searched, or cut in halves."""
+def _best_tree(weights: Sequence[Fraction], limit: float = 1.0) -> Node | None:
+    """Over sources by falling weight, the tree of smallest error: searched, or cut in halves.
+
+    None, as early as possible, where an error is clearly above the limit.
+    """
     heaviest = sorted(range(len(weights)), key=lambda source: -weights[source])
     sources = [source for source in heaviest if weights[source]]
     # Floats choose the tree, fractions run it; a weight below all floats must not become 0.
-    return _tree_over(sources, [max(1e-300, float(weight)) for weight in weights])
+    floats = [max(1e-300, float(weight)) for weight in weights]
+    return _tree_over(sources, floats, 0.0, limit + 1e-6)
 
 
-def _tree_over(sources: Sequence[int], weights: Sequence[float]) -> Node:
+def _tree_over(
+    sources: Sequence[int], weights: Sequence[float], above: float, limit: float
+) -> Node | None:
+    """`above`: error that comes from the nodes above, for a weight of 1."""
     if len(sources) > MAX_TREE_SEARCH:
         middle = len(sources) // 2
-        return (_tree_over(sources[:middle], weights), _tree_over(sources[middle:], weights))
-    return _search([weights[source] for source in sources], sources)
+        halves = []
+        for half in (sources[middle:], sources[:middle]):  # light weights are the less even ones
+            passed = above + 0.5 / sum(weights[source] for source in half)
+            halves.append(_tree_over(half, weights, passed, limit))
+            if halves[-1] is None:
+                return None
+        return halves[1], halves[0]
+    errors, root = _search([weights[source] for source in sources], sources)
+    far = (error + weights[source] * above for error, source in zip(errors, sources, strict=True))
+    return root if max(far) <= limit else None
 
 
-def _search(weights: Sequence[float], sources: Sequence[int]) -> Node:
-    """The best tree with neighbours below each node, by all cuts of all runs of sources."""
+def _search(weights: Sequence[float], sources: Sequence[int]) -> tuple[list[float], Node]:
+    """The best tree with neighbours below each node, by all cuts of all runs, and its errors."""
     best: dict[tuple[int, int], tuple[list[float], Node]] = {
         (n, n + 1): ([0.0], sources[n]) for n in range(len(sources))
     }
@@ -194,7 +210,7 @@ def _search(weights: Sequence[float], sources: Sequence[int]) -> Node:
             )
             errors, cut = min(cuts, key=lambda found: max(found[0]))
             best[start, stop] = (errors, (best[start, cut][1], best[cut, stop][1]))
-    return best[0, len(sources)][1]
+    return best[0, len(sources)]
 
 
 def _branch(best: Any, weights: Sequence[float], start: int, stop: int) -> list[float]:
