@@ -23,7 +23,7 @@ FLOATS = (*STORAGE, torch.float64)
 WIDE = (torch.float32, torch.float64)
 INDEX = (torch.int64, torch.int32)
 
-Shape = tuple[int | None, ...]  # None: any size
+Shape = tuple[int | str | None, ...]  # None, or what is counted there: any size
 
 
 def check_tensor(
@@ -42,7 +42,7 @@ def check_tensor(
         raise TypeError(f"{operation}: {name} is {x.dtype}, expected {allowed}; cast it")
     if x.layout != torch.strided:
         raise TypeError(f"{operation}: {name} is {x.layout}, expected dense; pass .to_dense()")
-    if shape is not None and not _fits(x, shape):
+    if shape is not None and x.shape != shape and not _fits(x.shape, shape):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{operation}: {name} has shape {tuple(x.shape)}, expected ({sizes})")
     if like is not None and x.device != like.device:
@@ -57,17 +57,19 @@ def check_tensor(
         )
 
 
-def _fits(x: Tensor, shape: Shape) -> bool:
-    if x.dim() != len(shape):
+def _fits(sizes: tuple[int, ...], shape: Shape) -> bool:
+    if len(sizes) != len(shape):
         return False
-    return all(want is None or got == want for got, want in zip(x.shape, shape, strict=True))
+    for got, want in zip(sizes, shape, strict=True):
+        if want is not None and not isinstance(want, str) and got != want:
+            return False
+    return True
 
 
-def check_rows_of(operation: str, name: str, x: object) -> None:
-    """Raise unless x is floating point with a last dim that has columns or not, but is there."""
+def check_rows_of(operation: str, name: str, x: Tensor) -> None:
+    """Raise TypeError, ValueError unless x is floating point and has a last dim."""
     check_tensor(operation, name, x, FLOATS)
-    assert isinstance(x, Tensor), "checked"
-    if x.dim() < 1:
+    if not x.dim():
         raise ValueError(f"{operation}: {name} is a single number, expected at least one dimension")
 
 
@@ -134,8 +136,8 @@ def check_gelu(h: Tensor, bias_f: Tensor | None) -> None:
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor | None) -> None:
     """Raise TypeError, ValueError."""
-    check_tensor("rope", "x", x, FLOATS, (None, None, None))
-    check_tensor("rope", "cos", cos, WIDE, (None, None), x)
+    check_tensor("rope", "x", x, FLOATS, ("tokens", "heads", "head dim"))
+    check_tensor("rope", "cos", cos, WIDE, ("positions", "pairs"), x)
     check_tensor("rope", "sin", sin, (cos.dtype,), tuple(cos.shape), x)
     check_no_gradient("rope", cos=cos, sin=sin)
     length, half = cos.shape
@@ -145,19 +147,24 @@ def check_rope(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor | None) -> 
         raise ValueError("rope: tables have no positions; make them as long as the sequence")
     if position is not None:
         check_tensor("rope", "position", position, INDEX, (len(x),), x)
+    elif len(x) > length and len(x) % length:
+        raise ValueError(
+            f"rope: {len(x)} tokens are no whole number of sequences of {length}, the tables' "
+            "positions; pass position, or longer tables"
+        )
 
 
 def check_dropout(x: Tensor, key: Key, p: float) -> None:
     """Raise TypeError, ValueError."""
-    check_tensor("dropout", "x", x, FLOATS, (None, None))
+    check_tensor("dropout", "x", x, FLOATS, ("tokens", "columns"))
     check_mask_of(p, key)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Intervals, scale: float | None) -> None:
     """Raise TypeError, ValueError."""
-    check_tensor("attention", "q", q, FLOATS, (None, None, None))
+    check_tensor("attention", "q", q, FLOATS, ("tokens", "heads", "head dim"))
     queries, heads, head_dim = q.shape
-    check_tensor("attention", "k", k, (q.dtype,), (None, None, head_dim), q)
+    check_tensor("attention", "k", k, (q.dtype,), ("keys", "heads", head_dim), q)
     check_tensor("attention", "v", v, (q.dtype,), tuple(k.shape), q)
     keys, kv_heads, _ = k.shape
     if kv_heads == 0 or heads % kv_heads or head_dim == 0:
@@ -229,7 +236,10 @@ def check_indices(
 
     For bodies of operators, which never see traced or batched tensors.
     """
-    if index.device.type != "cpu":
+    if index.device.type != "cpu" or not index.numel():
+        return
+    least, largest = index.aminmax()
+    if least >= 0 and largest < size:
         return
     wrong = (index < 0) | (index >= size)
     if ignored is not None:
@@ -248,8 +258,8 @@ def check_map(operation: str, rows: RowMap, like: Tensor) -> tuple[int, int]:
         raise TypeError(
             f"{operation}: rows is a {type(rows).__name__}, expected what expert_rows gives"
         )
-    check_tensor(operation, "row", rows.row_TK, (torch.int32,), (None, None), like)
-    check_tensor(operation, "offset", rows.offset_E1, (torch.int32,), (None,), like)
+    check_tensor(operation, "row", rows.row_TK, (torch.int32,), ("tokens", "copies"), like)
+    check_tensor(operation, "offset", rows.offset_E1, (torch.int32,), ("experts + 1",), like)
     tokens, copies = rows.row_TK.shape
     return tokens, copies
 
@@ -295,7 +305,7 @@ def check_adamw(
     weight_decay: float,
 ) -> None:
     """Raise TypeError, ValueError."""
-    check_tensor("adamw_", "weight", weight, WIDE, (None,))
+    check_tensor("adamw_", "weight", weight, WIDE, ("elements",))
     size, types = (len(weight),), parameter_types(weight)
     check_tensor("adamw_", "grad", grad, types, size, weight)
     check_tensor("adamw_", "exp_avg", exp_avg, types, size, weight)

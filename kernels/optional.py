@@ -61,7 +61,7 @@ def apex_attribute(module: str, attribute: str, asked: str) -> Any:
     _require_nvidia_apex(asked)
     try:
         found = importlib.import_module(module)
-    except (ImportError, RuntimeError, AttributeError) as error:
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # OSError: a library
         raise BackendError(
             f"{asked}: {module} of the installed apex cannot be imported ({error}); {_APEX_SOURCE}"
         ) from error
@@ -185,7 +185,7 @@ def activate_flash(name: str) -> None:
         return
     try:
         torch.nn.attention.activate_flash_attention_impl(impl)
-    except (ImportError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise BackendError(
             f"kernels.attention={name}: torch cannot take {module} into its attention ({error}); "
             f"install {package}, or use kernels.attention=auto"

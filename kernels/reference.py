@@ -464,19 +464,19 @@ def cross_entropy_grad_(
             index = column.clamp(0, num_columns - 1).unsqueeze(1)
             hit = scale * (1.0 - smoothing) if smoothing else scale
             p.scatter_add_(1, index, -(hit * owned.unsqueeze(1)))
-        _clear_rows_(p, scale == 0)
         if p is not x:
             x.copy_(p)
     logits_Tv[:, num_columns:] = 0
+    _clear_rows_(logits_Tv, (dloss_T == 0) | (label_T == ignore_index))
     return logits_Tv
 
 
-def _clear_rows_(p_Tv: Tensor, unused_T1: Tensor) -> None:
+def _clear_rows_(dlogits_Tv: Tensor, unused_T: Tensor) -> None:
     """Zeros in rows that weigh nothing, whose logits may be infinite or NaN."""
-    if p_Tv.device.type == "cpu":
-        p_Tv.index_fill_(0, unused_T1.flatten().nonzero().flatten(), 0.0)
+    if dlogits_Tv.device.type == "cpu":
+        dlogits_Tv.index_fill_(0, unused_T.nonzero().flatten(), 0.0)
     else:  # without waiting for their number
-        p_Tv.masked_fill_(unused_T1, 0.0)
+        dlogits_Tv.masked_fill_(unused_T.unsqueeze(1), 0.0)
 
 
 # --- optimizer and casts -------------------------------------------------------------------------

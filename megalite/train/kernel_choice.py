@@ -19,10 +19,9 @@ def choose_kernels(config: RunConfig, device: torch.device, dtype: torch.dtype) 
     has a shape that they do not take.
     """
     backend, others = config.kernels.backend, _others(config)
+    asked = {"backend": backend, **others}
     problems = [
-        told
-        for options in ({"backend": backend}, *({name: value} for name, value in others.items()))
-        if (told := _problem(device, dtype, options))
+        told for name, value in asked.items() if (told := _problem(device, dtype, {name: value}))
     ]
     if problems:
         raise ConfigError(problems)
@@ -37,11 +36,14 @@ def generation_kernels(config: RunConfig, device: torch.device, dtype: torch.dty
     """What continues texts with a run's weights, which may be on another kind of machine.
 
     `auto` for the device; plain torch where the run asked for it, or where the model has a shape
-    that Triton has no kernels for.
+    that Triton has no kernels for. Raises ConfigError where Triton is there but broken.
     """
     if config.kernels.backend == "reference":
         return Kernels()
-    ops = select("auto", device, dtype)
+    try:
+        ops = select("auto", device, dtype)
+    except BackendError as error:
+        raise ConfigError(str(error)) from error
     return ops if _misfit(config, ops) is None else Kernels()
 
 

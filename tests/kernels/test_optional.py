@@ -98,11 +98,15 @@ def test_apex_that_is_there_is_found(install: Install, name: str) -> None:
             "apex.optimizers of the installed apex cannot be imported.*nothing_of_the_kind",
         ),
         (
+            {**NVIDIA, **EXTENSIONS, "apex/optimizers/__init__.py": "raise OSError('libcudart')"},
+            "apex.optimizers of the installed apex cannot be imported.*libcudart",
+        ),
+        (
             {**NVIDIA, **EXTENSIONS, "apex/optimizers/__init__.py": ""},
             "apex.optimizers has no FusedAdam",
         ),
     ],
-    ids=["none", "pypi", "no extensions", "broken", "no optimizer"],
+    ids=["none", "pypi", "no extensions", "broken", "no library", "no optimizer"],
 )
 def test_apex_that_cannot_be_used_is_refused(
     install: Install, files: dict[str, str], message: str

@@ -107,6 +107,17 @@ def test_texts_are_continued_on_whatever_takes_the_model(
         choose_kernels(config, CPU, torch.float32)
 
 
+def test_a_triton_that_is_broken_is_told_before_texts_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Kernels:
+        raise BackendError("triton is installed but cannot be imported")
+
+    monkeypatch.setattr(kernel_choice, "select", broken)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        generation_kernels(make_config(tmp_path, "run"), CPU, torch.float32)
+
+
 def test_a_gpu_on_plain_torch_is_told_why(tmp_path: Path) -> None:
     gpu, ops = torch.device("cuda"), Kernels()
     config = make_config(tmp_path, "run")
