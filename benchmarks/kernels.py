@@ -1,6 +1,6 @@
 """The operations on CPU: the reference path against plain composed torch, one thread.
 
-    python -m benchmarks.kernels [--rounds N] [--compile] [--dtype float32]
+    python -m benchmarks.kernels [--rounds N] [--sizes small] [--dtypes float32] [--compile]
 
 Sides alternate, round by round, and are timed by the processor time of the process; figures are
 medians over the rounds of what a side takes, and of the ratio within a round, because the machine's
@@ -58,8 +58,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15, help="rounds (default 15)")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "wide"])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=["small", "wide"], help="default: small wide"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: all"
+    )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile beside, slow to start"
     )
