@@ -73,6 +73,7 @@ def adamw_(
     update t from 1. weight: float32 (the master), or float64 with a float64 hyper; grad, moments
     and low: any type of storage. weight_decay is scaled by lr, as torch.optim.AdamW does.
     """
+    checks.check_tensor("adamw_", "hyper", hyper, checks.WIDE, (4,))
     library_optimizer.adamw_(
         weight, grad, exp_avg, exp_avg_sq, hyper, beta1, beta2, eps, weight_decay, low
     )
@@ -80,6 +81,7 @@ def adamw_(
 
 def sum_squares(x: Tensor) -> Tensor:
     """Sum of squares of a tensor of any shape, in a fixed order: float64, 0-d, no gradient."""
+    checks.check_tensor("sum_squares", "x", x, checks.FLOATS)
     return library_optimizer.sum_squares(x)
 
 
@@ -88,6 +90,7 @@ def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     scale: one float32 on the device. NaN stays NaN; no gradient.
     """
+    checks.check_cast(x, scale, dtype)
     return library_optimizer.scale_cast(x, scale, dtype)
 
 
@@ -147,7 +150,8 @@ def gelu(h: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Tenso
 def rope(x_TNH: Tensor, cos_sh: Tensor, sin_sh: Tensor, position_T: Tensor | None = None) -> Tensor:
     """Every head of x[T, N, H] turned by its token's position: position_T[t], or t mod s.
 
-    cos_sh, sin_sh: tables [s, R/2] of `rope_tables`; elements from R on are copied.
+    cos_sh, sin_sh: tables [s, R/2] of `megalite.kernels.rope_tables`, float32; elements from R on
+    are copied. position_T: int32 or int64, below s. Without it T <= s, or whole sequences of s.
     """
     checks.check_rope(x_TNH, cos_sh, sin_sh, position_T)
     return library_pointwise.rope(x_TNH, cos_sh, sin_sh, position_T, False)
@@ -164,8 +168,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(o[T, N, H], lse[N, T]): query i sees keys mask.lo[i] <= j < mask.up[i].
 
-    `document_intervals` makes masks of packed documents, causal or not, with a window or not. lse
-    has no gradient. scale: of the scores, 1 / sqrt(H) by default.
+    `document_intervals` makes masks of packed documents, causal or not, with a window or not; the
+    sequences of a batch are documents in a row. N is a multiple of the number of k's heads. lse
+    has no gradient. scale: of the scores, 1 / sqrt(H) by default. The CPU makes the whole matrix of
+    scores; on CUDA H is 16, 32, 64, 80, 96, 128 or 256.
     """
     checks.check_attention(q_TNH, k_SKH, v_SKH, mask, scale)
     mask = mask.cut(len(q_TNH), len(k_SKH))
@@ -185,10 +191,13 @@ def cross_entropy(
 ) -> Tensor:
     """loss[T], float32 (float64 for float64 logits): weight * (lse - target + z_loss * lse^2).
 
-    Labels equal to ignore_index lose nothing. vocab_size: the true vocabulary where columns are
-    padded; smoothing is over it.
+    label_T: int64. Labels equal to ignore_index lose nothing. vocab_size: the true vocabulary where
+    columns are padded; smoothing is over it. Neither summed nor divided: weigh each token by one
+    over the number of tokens that count, or take `.sum()` over that number.
     """
-    checks.check_tensor("cross_entropy", "logits", logits_TV, checks.FLOATS, (None, None))
+    checks.check_tensor(
+        "cross_entropy", "logits", logits_TV, checks.FLOATS, ("tokens", "vocabulary")
+    )
     columns = logits_TV.shape[1]
     size = columns if vocab_size is None else vocab_size
     checks.check_loss(
@@ -220,8 +229,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy` of x @ weight^T with at most chunk_tokens rows of logits alive at a time."""
     name = "linear_cross_entropy"
-    checks.check_tensor(name, "x", x_TD, checks.FLOATS, (None, None))
-    checks.check_tensor(name, "the matrix", weight_VD, (x_TD.dtype,), (None, x_TD.shape[1]), x_TD)
+    checks.check_tensor(name, "x", x_TD, checks.FLOATS, ("tokens", "columns"))
+    matrix = ("vocabulary", x_TD.shape[1])
+    checks.check_tensor(name, "weight", weight_VD, (x_TD.dtype,), matrix, x_TD)
     columns = weight_VD.shape[0]
     size = columns if vocab_size is None else vocab_size
     checks.check_range(name, "chunk_tokens", chunk_tokens, 1, math.inf)
@@ -270,10 +280,10 @@ def unpermute(y_RD: Tensor, rows: RowMap, weight_TK: Tensor | None = None) -> Te
 
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, rows: RowMap) -> Tensor:
     """y[R, F] = x @ weight[e]^T for the rows of each expert e, 0 in the rows after the last."""
-    checks.check_tensor("grouped_linear", "x", x_RD, checks.FLOATS, (None, None))
+    checks.check_tensor("grouped_linear", "x", x_RD, checks.FLOATS, ("rows", "columns"))
     tokens, copies = checks.check_map("grouped_linear", rows, x_RD)
     if len(x_RD) < tokens * copies:
         raise ValueError(f"grouped_linear: x has {len(x_RD)} rows, the map {tokens * copies}")
-    matrices = (len(rows.offset_E1) - 1, None, x_RD.shape[1])
+    matrices = (len(rows.offset_E1) - 1, "out", x_RD.shape[1])
     checks.check_tensor("grouped_linear", "weight", weight_EFD, (x_RD.dtype,), matrices, x_RD)
     return library_moe.grouped_linear(rows_readable(x_RD), weight_EFD.contiguous(), rows.offset_E1)

@@ -72,6 +72,11 @@ def _shown(cu_seqlens: Sequence[int]) -> str:
 
 def _check_bounds(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> None:
     """Raise TypeError, ValueError; values are looked at on CPU only, elsewhere that would wait."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(
+            f"attention: cu_seqlens is a {type(cu_seqlens).__name__}, expected a tensor on the "
+            "device, such as torch.tensor([0, 100, 250])"
+        )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"attention: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or num_tokens < 0:

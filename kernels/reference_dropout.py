@@ -74,7 +74,8 @@ def check_dropout(p: float, key: Key) -> None:
     """Raise ValueError for a probability or a key that no mask can be made of."""
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p={p}, expected 0 <= p < 1")
-    if len(key) != 2 or not all(0 <= word < 1 << 32 for word in key):
+    words = key if isinstance(key, (tuple, list)) else ()
+    if len(words) != 2 or not all(0 <= word < 1 << 32 for word in words):
         raise ValueError(f"dropout: key={key}, expected two words of 32 bits, 0 to 2^32 - 1")
 
 

@@ -70,7 +70,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "other device": (lambda: f.rms_norm(X, W.to("meta")), ValueError, "is on meta, the first"),
     "odd swiglu": (lambda: f.swiglu(X[:, :5]), ValueError, "5 columns, expected an even number"),
     "broadcast bias": (lambda: f.gelu(X, W[:1]), ValueError, "bias has shape"),
-    "rank": (lambda: f.dropout(X[None], (1, 2), 0.5), ValueError, r"expected \(any, any\)"),
+    "rank": (lambda: f.dropout(X[None], (1, 2), 0.5), ValueError, r"\(tokens, columns\)"),
+    "a batch": (lambda: f.attention(Q[None], K, K, MASK), ValueError, r"\(tokens, heads, head dim"),
+    "no key": (lambda: f.dropout(X, 7, 0.5), ValueError, "key=7, expected two words"),  # type: ignore[arg-type]
+    "a list": (lambda: document_intervals([0, 7], 7), TypeError, "cu_seqlens is a list"),  # type: ignore[arg-type]
+    "half a sequence": (lambda: f.rope(K, COS, SIN), ValueError, "7 tokens are no whole number"),
+    "a rate": (lambda: update(hyper=1e-3), TypeError, "hyper is a float, expected a tensor"),
+    "a factor": (
+        lambda: f.scale_cast(X, 2.0, torch.float16),  # type: ignore[arg-type]
+        TypeError,
+        "scale is a float, expected a tensor",
+    ),
     "p of 1": (lambda: f.dropout(X, (1, 2), 1.0), ValueError, "p=1.0, expected 0"),
     "p NaN": (lambda: f.dropout(X, (1, 2), float("nan")), ValueError, "p=nan"),
     "wide key": (lambda: f.dropout(X, (1, 1 << 32), 0.5), ValueError, "words of 32 bits"),
