@@ -59,6 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             return 2
     for row in rows:
         if "table" in row and row["part"] == "tune":
+            print(f"kernels/configs/sm90.json{' (dry: means nothing)' if options.dry else ''}:")
             print(layout(row["table"]))
     print(summary(rows, options.dry))
     checked = any("correct" in row for row in rows)

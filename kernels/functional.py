@@ -231,7 +231,7 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     checks.check_tensor(name, "x", x_TD, checks.FLOATS, ("tokens", "columns"))
     matrix = ("vocabulary", x_TD.shape[1])
-    checks.check_tensor(name, "weight", weight_VD, (x_TD.dtype,), matrix, x_TD)
+    checks.check_tensor(name, "weight_VD", weight_VD, (x_TD.dtype,), matrix, x_TD)
     columns = weight_VD.shape[0]
     size = columns if vocab_size is None else vocab_size
     checks.check_range(name, "chunk_tokens", chunk_tokens, 1, math.inf)

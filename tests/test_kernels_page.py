@@ -14,6 +14,7 @@ from megalite.config import KernelsConfig, OptimizerConfig
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_its_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     for program in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
