@@ -264,9 +264,12 @@ def _flat_weights(operation: str, weight_EFD: Tensor) -> Tensor:
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Whether descriptors can describe the matrices."""
+    """Whether descriptors can describe the matrices: aligned rows, of which none overlaps."""
     return all(
-        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.numel()
+        x.data_ptr() % 16 == 0
+        and x.stride(0) * x.element_size() % 16 == 0
+        and x.stride(0) >= x.shape[1]
+        and x.numel()
         for x in tensors
     )
 

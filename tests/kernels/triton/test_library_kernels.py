@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from megalite.kernels import functional, library_common, rope_tables, select
+from megalite.kernels import (
+    functional,
+    library_common,
+    rope_tables,
+    select,
+    triton_grouped_gemm,
+)
 from megalite.kernels.intervals import Intervals, document_intervals
+from megalite.kernels.triton_attention_tiles import tma_fits
 from torch import Tensor
 
 from tests.kernels.numbers import with_strides
@@ -145,6 +152,14 @@ def test_updates_write_where_they_are_told() -> None:
     ops.adamw_(*flat, hyper, **options)
     for a, b in zip(flat, want, strict=True):
         assert_near(a, b)
+
+
+def test_descriptors_are_of_rows_that_do_not_overlap() -> None:
+    whole, expanded = draw(4, 16), draw(1, 16).expand(4, 16)
+    assert tma_fits(16, whole)
+    assert not tma_fits(16, whole, expanded)
+    assert triton_grouped_gemm._aligned(whole)
+    assert not triton_grouped_gemm._aligned(whole, expanded)
 
 
 def test_a_gradient_of_a_gradient_is_refused() -> None:
