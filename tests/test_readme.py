@@ -22,7 +22,7 @@ TINY_LAYOUT = (
 # command of the README -> (what is put in place of what, what is added at its end), in order
 COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     "bash launch/quickstart.sh": ({"launch": f"{ROOT}/launch"}, SHORT),
-    "bash launch/test.sh": ({"launch": f"{ROOT}/launch"}, "--collect-only -q"),
+    "bash launch/test.sh": ({"launch": f"{ROOT}/launch"}, "--collect-only -q tests/test_readme.py"),
     "megalite train configs/quickstart.toml --print-config": ({}, ""),
     "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000": (
         {"8000000": "400000"},

@@ -223,7 +223,7 @@ def isend(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     _count(mesh.pp, "send", _bytes(x))
     flat = x.contiguous()
     with mesh.ledger.blocked(mesh.pp.name):
-        work = channel.send([flat], int(peer > mesh.rank), 0)
+        work = channel.send([flat], _in_pair(mesh, peer), 0)
     return Handle(flat, work, mesh.pp)
 
 
@@ -237,8 +237,13 @@ def irecv(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     _count(mesh.pp, "recv", 0.0)
     flat = x if x.is_contiguous() else torch.empty_like(x, memory_format=_ROWS)
     with mesh.ledger.blocked(mesh.pp.name):
-        work = channel.recv([flat], int(peer > mesh.rank), 0)
+        work = channel.recv([flat], _in_pair(mesh, peer), 0)
     return Handle(x, work, mesh.pp, None if flat is x else lambda: _store(x, flat))
+
+
+def _in_pair(mesh: Mesh, peer: int) -> int:
+    """The peer's rank in a channel's group, where the two stand in the order of world ranks."""
+    return int(peer > mesh.rank)
 
 
 def local_slice(x: Tensor, axis: Axis) -> Tensor:

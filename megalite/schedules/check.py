@@ -1,8 +1,8 @@
 """Proves a schedule or a program right before anything runs, or says where it is wrong.
 
 `check_schedule` takes compute actions only, `check_program` what `lower` returns, `check_posted`
-what `post_ahead` makes of that. Every
-ScheduleError names rank, index and action. Does not repair anything and does not judge speed.
+what `post_ahead` makes of that. Every ScheduleError names rank, index and action. Does not repair
+anything and does not judge speed.
 """
 
 from __future__ import annotations

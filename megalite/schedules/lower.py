@@ -4,8 +4,8 @@ All events are put in one total order by simulated completion, a transfer at the
 action that makes its data; each rank's program is that order restricted to it. Since every rank
 follows the same total order, the first unfinished event can always proceed, even when sends and
 receives block: no deadlock on any kind of communicator, and every channel sees its sends and
-receives in the same order. `post_ahead` gives up the strictest communicators for receives that are
-posted earlier. Does not check the schedule (`check`) and moves no compute action.
+receives in the same order. `post_ahead` moves receives further ahead, for communicators on which
+an early one is in nobody's way. Does not check (`check`) and moves no compute action.
 """
 
 from __future__ import annotations

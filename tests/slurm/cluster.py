@@ -55,7 +55,7 @@ CgroupMountpoint={folder}/cgroup
 
 
 def wait_until(
-    there: Callable[[], bool], what: str | Callable[[], str], seconds: float = 120.0
+    there: Callable[[], bool], what: str | Callable[[], str], seconds: float = 300.0
 ) -> None:
     """Return when `there()`; after `seconds` fail, and say what was waited for."""
     deadline = time.monotonic() + seconds
@@ -82,7 +82,7 @@ class Cluster:
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=200,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
