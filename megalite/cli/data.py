@@ -68,8 +68,8 @@ def prepare(
 ) -> None:
     """Tokenise text into PREFIX.bin and PREFIX.idx, one end-of-document id per document.
 
-    Interrupted, it keeps what is done in PREFIX.unfinished, and the same command goes on from
-    there. Exit code: 0 made, 2 refused or failed, 75 interrupted.
+    Interrupted, or stopped by a bad document, it keeps what is done in PREFIX.unfinished, and the
+    same command goes on from there. Exit code: 0 made, 2 refused or failed, 75 interrupted.
     """
     from pathlib import Path
 
@@ -83,7 +83,7 @@ def prepare(
             f"{out}.idx exists, and runs that use this dataset would lose it; choose another "
             "--out, or replace it with --overwrite"
         )
-    with continuable(Path(f"{out}.unfinished")), Bar() as bar:
+    with continuable(), Bar() as bar:
         report = run(
             source,
             out,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import typer
+
+from megalite.errors import MegaliteError
 
 INTERRUPTED_EXIT = 75  # as `megalite train`: come again
 
 
 @contextmanager
-def continuable(folder: Path) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the verb in order; a line names `folder` where work was kept in it."""
+def continuable() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the verb in order; a line tells what an error's notes say of work that
+    was kept."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -23,17 +25,17 @@ def continuable(folder: Path) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         typer.echo("error: interrupted; no dataset was made", err=True)
-        _tell(folder)
+        _tell(error)
         raise typer.Exit(INTERRUPTED_EXIT) from None
-    except Exception:
-        _tell(folder)
+    except MegaliteError as error:
+        _tell(error)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _tell(folder: Path) -> None:
-    if folder.is_dir():
-        typer.echo(f"note: what was done is kept in {folder}; the same command goes on", err=True)
+def _tell(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        typer.echo(f"note: {note}", err=True)

@@ -2,8 +2,9 @@
 
 Each document is encoded whole and ended with one eos id. The tokenizer is a given file, or is
 trained on the same corpus first and then saved as PREFIX.model. Any number of workers makes the
-same files. Memory stays at a few chunks of text a worker, whatever the corpus. An interrupted run
-leaves PREFIX.unfinished/, from which the same call goes on. Prints nothing: the report says it all.
+same files. Memory stays at a few chunks of text a worker, whatever the corpus. A run that ends too
+early leaves PREFIX.unfinished/ if the same call can go on from it, and notes so on the error.
+Prints nothing: the report says it all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from megalite.data.encoding import Encoded, EncodeOptions, Encoder, Entry
 from megalite.data.fingerprint import fingerprint_files
 from megalite.data.indexed import dtype_for_vocab
 from megalite.data.prepare_tokenizer import Progress, Trained, teller, trained_tokenizer
-from megalite.data.publish import publish_files, write_index, write_synced
+from megalite.data.publish import disk_errors_told, publish_files, write_index, write_synced
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.data.tokenizer import Tokenizer, library_version
 from megalite.data.tokenizer_training import ModelType, TrainReport
@@ -109,27 +110,21 @@ def prepare(
     if workers < 1:
         raise DataError(f"num_workers={workers}; --workers must be 1 or more, or left out")
     start_s = time.perf_counter()
-    try:
-        with Unfinished(out_prefix) as unfinished:
-            if restart:
-                unfinished.forget()
-            trained = None
-            if given is None:
-                assert vocab_size is not None  # _check_choice
-                settings = {"vocab_size": vocab_size, "model_type": model_type or "bpe"}
-                tell = teller(corpus, "training", on_progress)
-                trained = trained_tokenizer(corpus, unfinished, settings, tell)
-            model = given or _model_of(trained, out_prefix)
-            trained_s = time.perf_counter()
-            encoder = Encoder(model, EncodeOptions(key, corpus.policy))
-            totals = _encode(corpus, encoder, unfinished, workers, on_progress)
-            _check_unchanged(corpus, trained, totals, unfinished)
-            sidecar = _publish(corpus, encoder, unfinished, totals, trained)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or out_prefix}: cannot be written: {error.strerror}; "
-            "make room or give another --out. No dataset was made"
-        ) from error
+    with Unfinished(out_prefix) as unfinished, disk_errors_told(out_prefix):
+        if restart:
+            unfinished.forget()
+        trained = None
+        if given is None:
+            assert vocab_size is not None  # _check_choice
+            settings = {"vocab_size": vocab_size, "model_type": model_type or "bpe"}
+            tell = teller(corpus, "training", on_progress)
+            trained = trained_tokenizer(corpus, unfinished, settings, tell)
+        model = given or _model_of(trained, out_prefix)
+        trained_s = time.perf_counter()
+        encoder = Encoder(model, EncodeOptions(key, corpus.policy))
+        totals = _encode(corpus, encoder, unfinished, workers, on_progress)
+        _check_unchanged(corpus, trained, totals, unfinished)
+        sidecar = _publish(corpus, encoder, unfinished, totals, trained)
     return PrepareReport(
         prefix=out_prefix,
         source=corpus.description,
@@ -193,15 +188,14 @@ def _encode(
             "tokenizer": encoder.tokenizer.sha256,
             "source": corpus.description,
             "key": corpus.key,
-            "policy": corpus.policy,
             "max_bytes": corpus.max_bytes,
         }
     )
     totals, tell = _Totals(started_over=started_over), teller(corpus, "encoding", on_progress)
-    chunks = _take_over(corpus.chunks(), unfinished, totals)
+    chunks = _take_over(corpus, unfinished, totals)
     with EncodePool(encoder, num_workers) as pool:
         for chunk, found in pool.encode(chunks, check_first=unfinished.num_chunks == 0):
-            encoded = _limited(found, chunk, corpus.max_bytes, encoder, totals)
+            encoded = _settled(found, chunk, corpus.max_bytes, encoder, totals)
             if encoded.failure:
                 raise DataError(encoded.failure)
             unfinished.append(encoded)
@@ -209,14 +203,22 @@ def _encode(
             tell(chunk, totals.report.text_bytes, totals.num_tokens)
             if totals.report.reached_max_bytes:
                 break
+    if not totals.report.num_documents and unfinished.num_chunks:
+        unfinished.forget()  # it is done, and no use
     corpus.require_some(totals.report)
     return totals
 
 
-def _take_over(chunks: Iterator[Chunk], unfinished: Unfinished, totals: _Totals) -> Iterator[Chunk]:
-    """Count chunks that an earlier run did; what is left to do."""
-    for chunk, entry in zip(chunks, chain(unfinished.kept(), _nothing_more()), strict=False):
+def _take_over(corpus: Corpus, unfinished: Unfinished, totals: _Totals) -> Iterator[Chunk]:
+    """Count chunks that an earlier run did; what is left to do.
+
+    Whichever the policy was, a chunk without a bad document is the same.
+    """
+    chunks = corpus.chunks()
+    for chunk, entry in zip(chunks, chain(unfinished.kept(), repeat(None)), strict=False):
         if entry is None or entry.digest != chunk.digest():
+            return chain([chunk], chunks)
+        if corpus.policy == "fail" and entry.report.skipped:
             return chain([chunk], chunks)
         unfinished.accept()
         totals.add(entry)
@@ -226,21 +228,18 @@ def _take_over(chunks: Iterator[Chunk], unfinished: Unfinished, totals: _Totals)
     return iter(())
 
 
-def _nothing_more() -> Iterator[None]:
-    while True:
-        yield None
-
-
-def _limited(
+def _settled(
     encoded: Encoded, chunk: Chunk, max_bytes: int | None, encoder: Encoder, totals: _Totals
 ) -> Encoded:
-    """The chunk up to the limit, which its worker does not know."""
-    if max_bytes is None:
-        return encoded
-    room = max_bytes - totals.report.text_bytes
-    if not encoded.failure and encoded.entry.report.text_bytes <= room:
-        return encoded
-    return encoder.encode(chunk, totals.num_tokens == 0, room)
+    """The chunk up to the limit, the first documents checked: its worker does not know what came
+    before it."""
+    room = None if max_bytes is None else max_bytes - totals.report.text_bytes
+    first, report = totals.report.num_documents == 0, encoded.entry.report
+    over = room is not None and (bool(encoded.failure) or report.text_bytes > room)
+    unchecked = first and report.num_documents > 0 and not encoded.entry.round_trips
+    if over or (unchecked and not encoded.failure):
+        return encoder.encode(chunk, first, room)
+    return encoded
 
 
 def _check_unchanged(

@@ -60,6 +60,7 @@ def trained_tokenizer(
     if record is not None and record["key"] == key and model.is_file():
         content = model.read_bytes()
         if hashlib.sha256(content).hexdigest() == record["sha256"]:
+            unfinished.is_useful = True
             return Trained(content, TrainReport(**record["report"]), record["source_digest"])
     content, report, digest = _train(corpus, settings, CorpusReport(), tell)
     write_synced(model, content)
@@ -72,6 +73,7 @@ def trained_tokenizer(
             "source_digest": digest,
         },
     )
+    unfinished.is_useful = True
     return Trained(content, report, digest)
 
 

@@ -6,7 +6,8 @@ An interruption at any moment leaves nothing that opens. Used by the writer, pre
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,18 @@ def check_prefix(prefix: str | Path) -> None:
     for suffix in SUFFIXES:
         if (path := file_of(prefix, suffix)).is_dir():
             raise DataError(f"{path} is a folder, in the way of a file; give another --out")
+
+
+@contextmanager
+def disk_errors_told(out_prefix: str) -> Iterator[None]:
+    """DataError in place of an OSError within; all reading makes DataErrors of its own."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out_prefix}: cannot be written: {error.strerror}; "
+            "make room or give another --out. No dataset was made"
+        ) from error
 
 
 def write_index(

@@ -5,6 +5,9 @@ chunk's digest, the counts, a checksum. A later run with the same tokenizer and 
 source again and takes over chunks as long as digests and checksums agree; from the first that does
 not, it encodes. So the result is that of one run without a break, whatever became of the source
 meanwhile, and neither SIGKILL nor a power cut can spoil it. Nothing here opens as a dataset.
+
+What an earlier run did under other options stays until the first chunk of this one is done, so that
+a mistaken command costs nothing. A folder that no later run can use is removed at the end.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ class Unfinished:
         self.prefix = Path(prefix)
         self.folder = file_of(prefix, ".unfinished")
         self.num_chunks = 0  # done and taken over
+        self.is_useful = False  # the same command, given again, uses what is there
+        self._options: dict[str, Any] | None = None  # to write, where what is there has others
+        self._forgotten = False
         self._sizes = {"ids": 0, "lengths": 0, "record": 0}
         self._streams: dict[str, IO[bytes]] = {}
         self._next: dict[str, int] = {}  # sizes of the entry that `kept` gave last
@@ -76,25 +82,25 @@ class Unfinished:
         os.replace(self.path(name + ".new"), self.path(name))
 
     def begin(self, options: dict[str, Any]) -> bool:
-        """Keep what was done under the same options, drop what was not; whether that was any."""
+        """Keep what was done under the same options; whether anything was under others, which the
+        first chunk will replace."""
         record = self.path("record")
-        dropped = False
         if self.read_json("options.json") != options:
-            dropped = record.exists() and record.stat().st_size > 0
-            for name in self._sizes:
-                self.path(name).unlink(missing_ok=True)
-            self.write_json("options.json", options)
+            self._options = options
+            return record.exists() and record.stat().st_size > 0
         published = file_of(self.prefix, ".bin")
         interrupted = published.exists() and not file_of(self.prefix, ".idx").exists()
         if interrupted and record.exists() and not self.path("ids").exists():
             os.replace(published, self.path("ids"))  # stopped between two renames of publishing
         for name in self._sizes:
             self.path(name).touch()
-        return dropped
+        return False
 
     def kept(self) -> Iterator[Entry]:
         """Chunks done before, each checked against its checksum; ends at the first that is not
         whole. `accept` an entry before asking for the next."""
+        if self._options is not None:
+            return
         with (
             self.path("record").open("rb") as record,
             self.path("ids").open("rb") as ids,
@@ -115,6 +121,7 @@ class Unfinished:
     def accept(self) -> None:
         """Take over the entry that `kept` gave last."""
         self.num_chunks += 1
+        self.is_useful = True
         for name, size in self._next.items():
             self._sizes[name] += size
 
@@ -136,6 +143,7 @@ class Unfinished:
             self._streams[name].write(part)
             self._streams[name].flush()
         self.num_chunks += 1
+        self.is_useful = True
 
     def seal(self) -> None:
         """Everything is done: cut what follows, and wait until it is on disk."""
@@ -150,6 +158,7 @@ class Unfinished:
         """Drop what was done; the next run starts over."""
         for name in ("tokenizer.json", "record"):
             self.path(name).unlink(missing_ok=True)
+        self._forgotten = True
 
     def remove(self) -> None:
         """Delete the folder."""
@@ -158,15 +167,25 @@ class Unfinished:
     def __enter__(self) -> Unfinished:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Ends the run; an error that leaves work behind gets a note that says so."""
         for stream in self._streams.values():
             try:
                 stream.close()
             except OSError:  # a full disk: what is missing is seen by its checksum
                 continue
-        if self.folder.exists() and not self._holds_work():
-            self.remove()
+        if not self._holds_work():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        elif error is not None:
+            error.add_note(self._note(isinstance(error, Exception)))
         self._lock.close()
+
+    def _note(self, refused: bool) -> str:
+        if not self.is_useful:
+            return f"{self.folder} still holds what an interrupted run has done"
+        same = "the same command" + (" without --restart" if self._forgotten else "")
+        before, once = (" before", "once that is mended, ") if refused else ("", "")
+        return f"what was done{before} is kept in {self.folder}; {once}{same} goes on"
 
     def _holds_work(self) -> bool:
         """Whether there is anything to go on from, of this run or of an earlier one."""
@@ -175,6 +194,12 @@ class Unfinished:
         return done or self.path("tokenizer.json").exists()
 
     def _open(self) -> None:
+        if self._options is not None:
+            for name in ("record", "ids", "lengths"):  # the record, which claims the rest, first
+                self.path(name).unlink(missing_ok=True)
+            self.write_json("options.json", self._options)
+            for name in self._sizes:
+                self.path(name).touch()
         for name, size in self._sizes.items():
             stream = self.path(name).open("r+b")
             stream.truncate(size)

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.main import app
+from megalite.data import sources
 from megalite.data.indexed import IndexedDataset
 from megalite.data.tokenizer import Tokenizer
 
@@ -100,6 +101,32 @@ def test_exit_codes_and_lines_of_prepare(source: Path, tmp_path: Path) -> None:
     code, _, stderr = invoke("prepare", source, *arguments, "--overwrite", "--workers", 0)
     assert code == 2
     assert "num_workers=0" in stderr
+
+
+def test_a_refusal_says_what_it_kept_and_either_remedy_goes_on(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(source, tmp_path / "t.model")
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
+    with source.open("a") as stream:
+        stream.write('{"body": "x"}\n')
+    out = tmp_path / "out"
+    arguments = ["prepare", source, "--tokenizer", tmp_path / "t.model", "--out", out]
+    arguments += ["--workers", 1]
+    kept = f"note: what was done before is kept in {out}.unfinished; once that is mended, the same"
+    for more, says in [
+        ([], f"{kept} command goes on\n"),
+        (["--workers", 0], ""),
+        (["--key", "t"], f"note: {out}.unfinished still holds what an interrupted run has done\n"),
+        (["--restart"], f"{kept} command without --restart goes on\n"),
+    ]:
+        code, _, stderr = invoke(*arguments, *more)
+        assert code == 2
+        assert stderr.partition("error: ")[0] == says
+    code, stdout, _ = invoke(*arguments, "--on-bad", "skip")
+    assert code == 0
+    assert "continued  " in stdout
+    assert not Path(f"{out}.unfinished").exists()
 
 
 @pytest.mark.long

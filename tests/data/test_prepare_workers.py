@@ -263,6 +263,60 @@ def test_kept_parts_are_used_only_as_far_as_the_source_is_the_same(
     assert files(tmp_path / "out") == files(tmp_path / "fresh") != quiet[0]
 
 
+def test_what_was_done_goes_on_under_another_policy(
+    work: Path, quiet: tuple[list[bytes], PrepareReport], tmp_path: Path
+) -> None:
+    """From fail to skip with all of it, from skip to fail up to the first bad document."""
+    source = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(60)]
+    source.write_text("\n".join([*lines[:40], "{", *lines[40:]]))
+
+    def go(name: str, **options: Any) -> PrepareReport:
+        given = {"tokenizer": str(work / "t.model"), "num_workers": 1, **options}
+        return prepare(str(source), str(tmp_path / name), **given)
+
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl:41: broken JSON") as caught:
+            go("out")
+        assert caught.value.__notes__ == [
+            f"what was done before is kept in {tmp_path}/out.unfinished; once that is mended, the "
+            "same command goes on"
+        ]
+    assert 20 < go("out", policy="skip").num_kept_documents <= 40
+    go("fresh", policy="skip")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+    interrupt(work, tmp_path / "back", 9)
+    with pytest.raises(DataError, match=r"a\.jsonl:6: broken JSON"):
+        run(work, tmp_path / "back", policy="fail")
+    assert run(work, tmp_path / "back").num_kept_documents > 0
+    assert files(tmp_path / "back") == quiet[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"key": "body"}, "holds no document"), ({"max_bytes": 1}, "leaves no text")],
+)
+def test_chunks_without_a_document_are_not_kept(
+    work: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "\u00e9 a line of some length"}\n' * 200)
+    given = {"tokenizer": str(work / "t.model"), "policy": "skip", "num_workers": 1, **options}
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(str(source), str(tmp_path / "out"), **given)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_the_first_documents_are_checked_wherever_they_are(work: Path, tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("{\n" * 2000 + '{"text": "a line"}\n' * 9)
+    given = {"tokenizer": str(work / "t.model"), "policy": "skip"}
+    for workers in (1, 2):
+        report = prepare(str(source), str(tmp_path / "out"), num_workers=workers, **given)
+        assert report.num_round_trips == report.num_round_trips_exact == 9
+
+
 def test_other_options_start_over(work: Path, tmp_path: Path) -> None:
     interrupt(work, tmp_path / "out", 9)
     report = run(work, tmp_path / "out", max_bytes=3000)
@@ -284,6 +338,11 @@ def test_a_mistake_in_between_loses_nothing(work: Path, tmp_path: Path) -> None:
     interrupt(work, tmp_path / "out", 9)
     with pytest.raises(DataError, match="largest feasible"):
         run(work, tmp_path / "out", tokenizer=None, vocab_size=50_000)
+    with pytest.raises(DataError, match="missing key 'body'") as caught:
+        run(work, tmp_path / "out", key="body", policy="fail")
+    assert caught.value.__notes__ == [
+        f"{tmp_path}/out.unfinished still holds what an interrupted run has done"
+    ]
     hidden, path = work / "in" / "a.hidden", work / "in" / "a.jsonl"
     path.rename(hidden)
     path.symlink_to("nowhere")
