@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from megalite.data.documents import Chunk, CorpusReport, parse, reason
+from megalite.data.documents import Chunk, CorpusReport, in_full, parse, reason
 from megalite.data.sources import LINES_SUFFIXES, PARQUET_SUFFIXES, TextChunks, read_files
 from megalite.errors import DataError
 
@@ -91,9 +91,10 @@ class Corpus:
                 "document; raise --max-bytes"
             )
         left_out = ", ".join(f"{fault}: {count}" for fault, count in report.skipped.items())
+        first = f"the first at {report.places[0]}; " if report.places else ""
         raise DataError(
             f"{self.description}: holds no document (left out: {left_out or 'none'}); "
-            "check the source, --key and --suffix"
+            f"{first}check the source, --key and --suffix"
         )
 
 
@@ -105,7 +106,12 @@ def judged_texts(
     report.notice(chunk)
     for index, text, fault in parse(chunk, key):
         if fault:
-            _bad(chunk.place(index), fault, policy, report)
+            if policy == "fail":
+                raise DataError(
+                    f"{chunk.place(index)}: {in_full(chunk, index, fault, key)}; {reason(fault)}. "
+                    "Mend it, or leave such documents out with --on-bad skip"
+                )
+            report.skip(chunk, index, fault, key)
             continue
         size = len(text) if text.isascii() else len(text.encode())
         if max_bytes is not None and size > max_bytes - report.text_bytes:
@@ -123,15 +129,6 @@ def judged_texts(
 def _first_bytes(text: str, room_bytes: int) -> str:
     cut = text.encode()[:room_bytes].decode(errors="ignore")  # ignored is half a character
     return "" if cut.isspace() else cut
-
-
-def _bad(place: str, fault: str, policy: Policy, report: CorpusReport) -> None:
-    if policy == "fail":
-        raise DataError(
-            f"{place}: {fault}; {reason(fault)}. "
-            "Mend it, or leave such documents out with --on-bad skip"
-        )
-    report.skip(place, fault)
 
 
 class BuiltinCorpus(Corpus):

@@ -3,6 +3,8 @@
 A text file or a parquet row is one document, a JSONL line is one. Every byte is accounted for: what
 is not given as text is given as a fault. Reading files is in sources.py, what to do about faults in
 corpus.py. Line ends inside a text are kept; blank lines between JSONL records hold no document.
+
+A fault's first line is its name, by which it is counted; a second one, if any, is for messages.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic_core import from_json
@@ -36,6 +39,8 @@ FAULTS = {
 CRLF = "CRLF line ends"
 NO_LAST_NEWLINE = "no newline at the end of the file"
 MAX_PLACES = 20  # places kept for a report; counts are complete
+MAX_KEYS, MAX_KEY_CHARS = 10, 40  # of a document, in a message
+MAX_COMPARED_KEYS = 1000  # with the one that is missing
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,11 @@ class CorpusReport:
     noticed_first: dict[str, str] = field(default_factory=dict)  # where each was met first
     reached_max_bytes: bool = False
 
-    def skip(self, place: str, fault: str) -> None:
+    def skip(self, chunk: Chunk, index: int, fault: str, key: str) -> None:
         """Count one document that is left out."""
-        self.skipped[fault] += 1
+        self.skipped[fault.partition("\n")[0]] += 1
         if len(self.places) < MAX_PLACES:
-            self.places.append(f"{place}: {fault}")
+            self.places.append(f"{chunk.place(index)}: {in_full(chunk, index, fault, key)}")
 
     def notice(self, chunk: Chunk) -> None:
         """Count what is odd about a chunk's lines and yet costs no document."""
@@ -137,6 +142,31 @@ class CorpusReport:
 def missing_key(key: str) -> str:
     """The fault of a document without the key that should hold its text."""
     return f"missing key {key!r}"
+
+
+def keys_there(key: str, there: Iterable[str]) -> str:
+    """Which keys there are instead, and the one that `key` may stand for; short for any input."""
+    names = list(there)
+    if not names:
+        return "it has no keys"
+    compared = (name for name in names[:MAX_COMPARED_KEYS] if len(name) <= MAX_KEY_CHARS)
+    lower = {name.lower(): name for name in compared}
+    near = get_close_matches(key[:MAX_KEY_CHARS].lower(), lower, n=1)
+    shown = [
+        repr(name if len(name) <= MAX_KEY_CHARS else f"{name[:MAX_KEY_CHARS]}...")
+        for name in names[:MAX_KEYS]
+    ]
+    more = f" and {len(names) - MAX_KEYS:,} more" if len(names) > MAX_KEYS else ""
+    meant = f" (did you mean {lower[near[0]]!r}?)" if near else ""
+    return f"it has {', '.join(shown)}{more}{meant}"
+
+
+def in_full(chunk: Chunk, index: int, fault: str, key: str) -> str:
+    """A fault with what a message adds to its name. Reads the document again."""
+    if chunk.kind == "lines" and fault == missing_key(key):
+        record, _ = _parsed(chunk.payload.split(b"\n", index + 1)[index])
+        fault = f"{fault}\n{keys_there(key, record)}"
+    return fault.replace("\n", "; ")
 
 
 def reason(fault: str) -> str:
@@ -184,18 +214,9 @@ def _judged(text: str) -> tuple[str, str]:
 
 
 def _record(line: bytes, key: str) -> tuple[str, str]:
-    try:
-        record = from_json(line)  # several times faster; knows no lone surrogates, so that where
-    except ValueError:  # it refuses, the standard library decides what is wrong, if anything
-        text, fault = _decoded(line)
-        if fault:
-            return "", fault
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError:
-            return "", "broken JSON"
-        except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting
-            return "", "JSON beyond limits"
+    record, fault = _parsed(line)
+    if fault:
+        return "", fault
     if len(line) > MAX_DOCUMENT_BYTES:
         return "", "too long"
     if not isinstance(record, dict):
@@ -208,3 +229,19 @@ def _record(line: bytes, key: str) -> tuple[str, str]:
     if not isinstance(value, str):
         return "", "not a string"
     return _judged(value)
+
+
+def _parsed(line: bytes) -> tuple[Any, str]:
+    """(value, fault) of a line as JSON, whatever kind of value that is."""
+    try:
+        return from_json(line), ""  # several times faster; knows no lone surrogates, so that where
+    except ValueError:  # it refuses, the standard library decides what is wrong, if anything
+        text, fault = _decoded(line)
+    if fault:
+        return None, fault
+    try:
+        return json.loads(text), ""
+    except json.JSONDecodeError:
+        return None, "broken JSON"
+    except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting
+        return None, "JSON beyond limits"

@@ -11,7 +11,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from megalite.data.documents import missing_key
+from megalite.data.documents import keys_there, missing_key
 from megalite.errors import DataError
 
 BATCH_BYTES = 1 << 20
@@ -34,7 +34,8 @@ def read_parquet(path: Path, key: str) -> Iterator[tuple[str, bytes, str, int]]:
 def _rows(arrow: Any, file: Any, key: str) -> Iterator[tuple[bytes, str]]:
     schema = file.schema_arrow
     if key not in schema.names:
-        yield from repeat((b"", missing_key(key)), file.metadata.num_rows)
+        fault = f"{missing_key(key)}\n{keys_there(key, schema.names)}"
+        yield from repeat((b"", fault), file.metadata.num_rows)
     elif not _is_text(arrow, schema.field(key).type):
         yield from repeat((b"", "not a string"), file.metadata.num_rows)
     else:

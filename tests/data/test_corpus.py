@@ -71,8 +71,35 @@ def test_bad_line_is_skipped_and_counted(
     texts, report = read(path, policy="skip")
     assert texts == ["good one", "good two"]
     assert dict(report.skipped) == {fault: 1}
-    assert report.places == [f"{path}:2: {fault}"]
+    assert [place.partition("; ")[0] for place in report.places] == [f"{path}:2: {fault}"]
     assert report.num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({}, "it has no keys"),
+        ({"id": 1, "txet": "a"}, "it has 'id', 'txet' (did you mean 'txet'?)"),
+        ({"TEXT": "a"}, "it has 'TEXT' (did you mean 'TEXT'?)"),
+        ({"\ud83d\n": "a"}, r"it has '\ud83d\n'"),  # not for the reader that knows no surrogates
+        (
+            {f"key-{n}": n for n in range(2000)} | {"texts": "a"},
+            f"it has {', '.join(repr(f'key-{n}') for n in range(10))} and 1,991 more",
+        ),
+        ({"t" * 3000: 1, "Text": "a"}, f"it has '{'t' * 40}...', 'Text' (did you mean 'Text'?)"),
+    ],
+)
+def test_a_missing_key_is_told_with_those_that_are_there(
+    tmp_path: Path, record: dict[str, object], says: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + json.dumps(record).encode() + b"\n" + GOOD)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert f"{path}:2: missing key 'text'; {says}; each document must have" in str(caught.value)
+    _, report = read(path, policy="skip")
+    assert report.places == [f"{path}:2: missing key 'text'; {says}"]
+    assert dict(report.skipped) == {"missing key 'text'": 1}
 
 
 def test_byte_order_mark_at_the_start_of_a_file(tmp_path: Path) -> None:
@@ -245,8 +272,9 @@ def test_max_bytes_cuts_the_last_document_at_a_character(tmp_path: Path) -> None
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(BAD_LINES["missing key 'text'"] * 2)
-    with pytest.raises(DataError, match=r"holds no document \(left out: missing key 'text': 2\)"):
+    with pytest.raises(DataError, match=r"\(left out: missing key 'text': 2\)") as caught:
         read(path, policy="skip")
+    assert f"the first at {path}:1: missing key 'text'; it has 'txet'" in str(caught.value)
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"left out: none"):
         read(path)

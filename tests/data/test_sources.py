@@ -124,8 +124,9 @@ def test_parquet_without_the_column_faults_each_row(tmp_path: Path, key: str, fa
     corpus = open_corpus(str(tmp_path), policy="skip", key=key)
     assert list(corpus.documents(report)) == ["good"]
     assert dict(report.skipped) == {fault: 5}
-    with pytest.raises(DataError, match=f"a.parquet:row 1: {fault}"):
+    with pytest.raises(DataError, match=f"a.parquet:row 1: {fault}") as caught:
         list(open_corpus(str(tmp_path), key=key).documents())
+    assert ("it has 'n'; " in str(caught.value)) == (key == "text")
 
 
 def test_crlf_and_a_missing_last_newline_are_read_and_noticed(tmp_path: Path) -> None:
