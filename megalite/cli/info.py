@@ -103,7 +103,7 @@ def _dataset(found: dict[str, Any], quick: bool) -> Iterator[str]:
 
 
 def _model(found: dict[str, Any]) -> Iterator[str]:
-    model, layout = found["model"], found["layout"]
+    model, layout, optimizer = found["model"], found["layout"], found["optimizer"]
     parameters = f", {_count(found['parameters'])} parameters" if found.get("parameters") else ""
     yield (
         f"model        {_text(model['family'])}, {_text(model['num_layers'])} layers of "
@@ -116,6 +116,9 @@ def _model(found: dict[str, Any]) -> Iterator[str]:
         + f", {_text(found['dtype'])}, {_text(found['global_batch'])} x "
         f"{_text(found['seq_length'])} tokens a step"
     )
+    yield f"schedule     {_text(found['schedule'])}"
+    zero = "" if optimizer["zero"] is None else f", ZeRO-{optimizer['zero']}"
+    yield f"optimizer    {_text(optimizer['name'])}{zero}"
 
 
 def _software(found: dict[str, Any]) -> Iterator[str]:

@@ -124,12 +124,16 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def _config_facts(config: dict[str, Any]) -> dict[str, Any]:
     """What identifies a run in its resolved config; None where it does not say."""
-    model, parallel, train = (config.get(name) or {} for name in ("model", "parallel", "train"))
+    model, parallel, optimizer, train = (
+        config.get(name) or {} for name in ("model", "parallel", "optimizer", "train")
+    )
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size")
     return {
         "name": config.get("name"),
         "model": {name: model.get(name) for name in ("family", *sizes, "vocab_size")},
         "layout": {name: parallel.get(name) for name in ("tp", "pp", "vpp", "dp")},
+        "schedule": (config.get("pipeline") or {}).get("schedule"),
+        "optimizer": {name: optimizer.get(name) for name in ("name", "zero")},
         "dtype": train.get("dtype"),
         "total_steps": train.get("steps"),
         "global_batch": train.get("global_batch"),

@@ -21,7 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
     """A dataset, and a run of four steps on it at tp 2, stopped after the third and resumed."""
     path = tmp_path_factory.mktemp("info")
     write_tokens(path / "data", 4 * GLOBAL_BATCH)
-    config = make_config(path, "run", "tp2", train__steps=4, checkpoint__interval=2)
+    config = make_config(
+        path, "run", "tp2", train__steps=4, checkpoint__interval=2, pipeline__schedule="gpipe"
+    )
     pool.run(train, 2, [(config, 3), (config, None)])
     return path
 
@@ -46,6 +48,8 @@ def test_a_run(folder: Path) -> None:
     assert found["end"] == "finished"
     assert found["parameters"] == parameter_counts(config.model).total
     assert found["layout"] == {"tp": 2, "pp": 1, "vpp": 1, "dp": 1}
+    assert found["schedule"] == "gpipe"
+    assert found["optimizer"] == {"name": "adamw", "zero": 0}
     assert found["consumed_tokens"] == 4 * GLOBAL_BATCH * SEQ_LENGTH
     assert found["hardware"]["peak_tflops"] is None
     assert [(c["name"], c["sound"]) for c in found["checkpoints"]] == [
@@ -73,6 +77,7 @@ def test_a_checkpoint(folder: Path) -> None:
     assert as_json(path, "--quick")["verified"] == "size"
     assert "saved at     tp 2 x cp 1 x dp 1 x pp 1\n" in invoke(path).output
     assert "kernels      reference\n" in invoke(path).output
+    assert "schedule     gpipe\noptimizer    adamw, ZeRO-0\n" in invoke(path).output
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
@@ -113,6 +118,7 @@ def test_a_run_that_has_not_stepped_yet(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "steps        n/a of n/a, n/a tokens, running or cut off\n" in result.output
     assert "checkpoints  none\n" in result.output
+    assert "schedule     n/a\noptimizer    n/a\n" in result.output
 
 
 def test_something_else_is_refused_in_a_line(folder: Path, tmp_path: Path) -> None:
