@@ -1,10 +1,11 @@
-"""benchmarks/mfu.py as a command: rows and table at one and four ranks, and a config that fails."""
+"""benchmarks/mfu.py as a command, that of docs/cluster.md too: rows, table, a config that fails."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,13 @@ def command(folder: Path, *arguments: str | Path) -> tuple[int, list[dict[str, A
     return done.returncode, rows, rest
 
 
+def on_cpus() -> list[str]:
+    """The command of docs/cluster.md for a CPU, in words: python, script, config, options."""
+    lines = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith("python benchmarks/mfu.py "))
+    return shlex.split(line)
+
+
 def config(folder: Path, name: str, layout: str, **changes: Any) -> Path:
     path = folder / f"{name}.toml"
     path.write_text(to_toml(make_config(folder, name, layout, **changes)))
@@ -65,13 +73,10 @@ def test_configs_are_measured_here_and_one_that_fails_does_not_stop_the_others(
     (tmp_path / "broken.toml").write_text("[model]\nfamily = 'lama'\n")
     # Neither its length in tokens nor its shares for evaluation matter: random tokens, few steps.
     lengths = {"train__tokens": 192, "train__steps": 0, "data__split": (0.9, 0.1)}
-    configs = [
-        config(tmp_path, "serial", "serial", **lengths),
-        tmp_path / "broken.toml",
-        config(tmp_path, "four", "zero1", parallel__tp=2, parallel__sequence_parallel=True),
-    ]
-    script = ROOT / "benchmarks" / "mfu.py"
-    code, rows, rest = command(tmp_path, sys.executable, script, *configs, "--local")
+    serial = config(tmp_path, "serial", "serial", **lengths)
+    _, script, documented, *options = on_cpus()
+    configs = [serial, tmp_path / "broken.toml", ROOT / documented]
+    code, rows, rest = command(tmp_path, sys.executable, ROOT / script, *configs, *options)
     assert code == 1
     check(rows[0], 1)
     check(rows[2], 4)
@@ -81,7 +86,7 @@ def test_configs_are_measured_here_and_one_that_fails_does_not_stop_the_others(
     assert table[0][3:5] == ["tokens/s/GPU", "TFLOP/s/GPU"]
     assert table[2][2:4] == ["1", f"{rows[0]['tokens_per_s_per_gpu']:.0f}"]
     assert table[3][1].startswith("failed: ")
-    assert rows[2]["layout"]["text"].startswith("tp2+sp pp1 dp2 zero1 ")
+    assert rows[2]["layout"]["text"].startswith("tp2+sp pp2x2 dp1 interleaved zero1 ")
     assert not list(tmp_path.rglob("step-*")), "no checkpoint is written"
 
 
