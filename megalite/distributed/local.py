@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 
 from megalite.distributed.env import DeviceKind, hold_port, init_process, pick_device
+from megalite.distributed.failures import retell
 from megalite.distributed.launcher import Launch
 from megalite.errors import ConfigError, MegaliteError
 
@@ -300,11 +301,12 @@ def _first_failure(ranks: list[_Rank]) -> _Rank | None:
 
 def _say(text: str, ranks: list[_Rank], first: _Rank) -> None:
     """Print the first failure and what became of the other ranks; an equal failure is told once."""
-    lines, told = [text], first.failure and first.failure.summary
+    others = []
     for rank in ranks:
         if rank is not first and rank.failure is not None:
-            if rank.failure.summary != told and not rank.failure.of_peer:
-                lines.append(f"then rank {rank.rank}: {rank.failure.summary}")
+            if not rank.failure.of_peer:
+                others.append((rank.rank, rank.failure.summary))
         elif rank is not first and rank.ended_by_us:
-            lines.append(f"then rank {rank.rank}: ended by the launcher")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+            others.append((rank.rank, "ended by the launcher"))
+    told = None if first.failure is None else (first.rank, first.failure.summary)
+    print("\n".join([text, *retell(told, others)]), file=sys.stderr, flush=True)
