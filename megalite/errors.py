@@ -31,7 +31,12 @@ class CheckpointError(MegaliteError):
 
 
 class ScheduleError(MegaliteError):
-    """A pipeline schedule that is not valid: names rank, index and action."""
+    """A pipeline schedule that is not valid: names rank, index and action.
+
+    `place`: that rank and index where the fault is one action's.
+    """
+
+    place: tuple[int, int] | None = None
 
 
 class PlanError(MegaliteError):

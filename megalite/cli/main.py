@@ -99,6 +99,7 @@ def train(
     from megalite.config_keys import toml_value
     from megalite.config_load import load_config
     from megalite.config_resume import accepted
+    from megalite.config_schedule import schedule_problems
     from megalite.config_text import print_config as show
     from megalite.train.signals import SignalFlag
 
@@ -107,6 +108,8 @@ def train(
     named = [] if name is None else [f"name={toml_value(name)}"]
     loaded = load_config(config, [*(overrides or []), *named])
     problems = check_config(loaded.config, origins=loaded.origins)
+    dp = loaded.config.parallel.dp or (1 if local else None)
+    problems += schedule_problems(loaded.config, dp)
     if print_config and not problems:
         fill = resolve if local else resolve_schedule
         return show(loaded.with_config(fill(loaded.config)))

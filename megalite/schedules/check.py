@@ -88,7 +88,9 @@ def _check_compute(
 
 
 def _error(rank: int, index: int, action: Action, what: str) -> ScheduleError:
-    return ScheduleError(f"rank {rank}, index {index}, action {action}: {what}")
+    error = ScheduleError(f"rank {rank}, index {index}, action {action}: {what}")
+    error.place = (rank, index)
+    return error
 
 
 def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:

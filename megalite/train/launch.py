@@ -15,6 +15,7 @@ from pathlib import Path
 from megalite.config import RunConfig
 from megalite.config_check import require_valid, resolve
 from megalite.config_load import Loaded
+from megalite.config_schedule import require_schedule
 from megalite.distributed.launcher import Launch, read_launch
 from megalite.errors import CheckpointError, ConfigError
 from megalite.train.signals import CAUGHT, SignalFlag
@@ -74,6 +75,7 @@ def _resolved(loaded: Loaded, launch: Launch, local: bool) -> RunConfig:
     world_size = None if local else launch.world_size
     require_valid(loaded.config, world_size, loaded.origins)
     config = resolve(loaded.config, world_size)
+    require_schedule(config)
     if not local:
         _require_launcher(config, launch)
     return config

@@ -42,13 +42,19 @@ def test_csv_of_torch_with_idle_cells_and_overlapped_pairs() -> None:
     [
         ("0F0,0X0\n", "line 1, cell 2: '0X0' is no action; expected STAGE KIND MICROBATCH"),
         ("0F0,0SEND_F0\n", "cell 2: '0SEND_F0' is no action"),
-        ("0F0,0B0\n0F1\n", "line 2: stage 0 stands in line 1 too"),
+        ("0F0,0B0\n0F1\n", "line 2, cell 1: stage 0 stands in line 1 too"),
         ("1F0,1B0\n", "the stages are [1]; they must be 0, 1, 2"),
         ("", "the stages are []"),
-        ("0F0,0F0,0B0\n", "index 1, action F0.0: F0.0 was already done at 0"),
-        ("0F0\n", "action B0.0: it is missing from the list"),
-        ("0B0,0F0\n", "action BW0.0: F0.0 must come before it"),
+        ("0F0,,0F0,0B0\n", "line 1, cell 3: rank 0, index 1, action F0.0: F0.0 was already"),
+        ("\n0F0\n", "line 2, end: rank 0, index 1, action B0.0: it is missing from the list"),
+        ("0B0,0F0\n", "line 1, cell 1: rank 0, index 0, action BW0.0: F0.0 must come before it"),
+        ("0F0,0B0\n\n\n1F0,1C0\n", "line 4, cell 2: '1C0' is no action"),
+        ("0F0,0B0,2F0,2B0\n1F0,1B0\n", "line 2: number of stages is 1, but 2 in line 1"),
+        ("0F0,0B0,0F999999999\n", "line 1, cell 3: microbatch 999999999 in a file of 3 actions"),
+        ("0F" + 5000 * "1", "line 1, cell 1: '0F11111111111111111111111111111111111...' is no"),
+        ("0F0," + 140_000 * "1", "line 1: not comma-separated text (field larger than"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_a_wrong_csv_is_refused_where_it_is_wrong(text: str, words: str) -> None:
     with pytest.raises(ScheduleError) as refused:
@@ -62,7 +68,7 @@ def test_a_file_must_fit_the_run(tmp_path: Path) -> None:
     assert read_file(str(path), 2, 1, 4) == build("zb-h1", 2, 1, 4)
     with pytest.raises(ScheduleError, match=r"is for p=2 v=1 m=4, the run has p=2 v=1 m=8"):
         read_file(str(path), 2, 1, 8)
-    with pytest.raises(ScheduleError, match=r"none\.csv: cannot be read"):
+    with pytest.raises(ScheduleError, match=r"none\.csv: cannot be read: no such file below "):
         read_file(str(tmp_path / "none.csv"), 2, 1, 4)
 
 

@@ -328,6 +328,11 @@ REFUSALS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "no checkpoint": (["--local", "checkpoint.resume='must'"], {}, "holds no checkpoint; check "),
     "no data": (["--local", "data.path=nowhere"], {}, "no file nowhere.bin nor nowhere.idx below "),
     "no effect": (["--local", "data.prefetch=3"], {}, "data.prefetch=3 has no effect: "),
+    "no schedule": (
+        ["--local", "pipeline.schedule='file:no.csv'"],
+        {},
+        "pipeline.schedule: no.csv: cannot be read: no such file below ",
+    ),
 }
 
 
