@@ -162,7 +162,8 @@ class OptimizerConfig(Section):
     min_lr: float = Field(default=0.0, ge=0)
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
-    warmup_tokens: int | None = Field(default=None, ge=1)  # instead of warmup_steps
+    # instead of warmup_steps; at least a step's, as all lengths in tokens
+    warmup_tokens: int | None = Field(default=None, ge=1)
     decay_steps: int | None = Field(default=None, ge=1)  # end of the decay; None: the run's
     decay_tokens: int | None = Field(default=None, ge=1)  # instead of decay_steps
     # wsd: warm-up, stable, and at the end a decay of this length and shape
@@ -288,9 +289,9 @@ class EvalSetConfig(Section):
 
 
 class EvalConfig(Section):
-    """Validation during training."""
+    """Validation during training, and at its end."""
 
-    interval: int = Field(default=0, ge=0)  # steps; 0: never
+    interval: int = Field(default=0, ge=0)  # steps; 0: never; past the end: told at the start
     # global batches of each set, the same ones every time; None: all of the set
     batches: int | None = Field(default=None, ge=1)
     weights: Literal["model", "ema"] = "model"  # ema: the average that optimizer.ema_decay keeps
@@ -300,7 +301,8 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """When state is written and where a run starts from."""
 
-    interval: int = Field(default=0, ge=0)  # steps; 0: only at the end and on a signal
+    # steps; 0: only at the end and on a signal; past the end: told at the start
+    interval: int = Field(default=0, ge=0)
     resume: Literal["auto", "never", "must"] = "auto"
     # run or checkpoint folder whose weights a new run starts from, with a fresh optimizer
     load_weights: str | None = Field(default=None, min_length=1)
@@ -320,9 +322,11 @@ class WandbConfig(Section):
 class LogConfig(Section):
     """Console and metrics."""
 
-    interval: int = Field(default=1, ge=1)  # steps between console lines
+    # steps between console lines; the last step has one; past the end: told at the start
+    interval: int = Field(default=1, ge=1)
     format: Literal["megalite", "megatron"] = "megalite"  # of console lines
-    param_stats_interval: int = Field(default=0, ge=0)  # steps; 0: never
+    # steps; 0: never; past the end: told at the start
+    param_stats_interval: int = Field(default=0, ge=0)
     hardware: str | None = Field(default=None, min_length=1)  # file with the device's peak
     tensorboard: bool = False
     wandb: WandbConfig = WandbConfig()

@@ -1,4 +1,10 @@
-"""Settings that do nothing unless another setting says so: data for the checks and for to_toml."""
+"""Settings that do nothing unless another setting says so: data for the checks and for to_toml.
+
+They are refused. An interval, or a window of losses, that the run is too short for is told at its
+start instead (`unreached`): a run of a few steps, or one that is to be made longer, keeps the
+settings of the whole one. Nothing else about such a run is silent: it evaluates, saves and logs at
+its end whatever the interval.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megalite.config import RunConfig
+from megalite.config_keys import value_of
 
 
 @dataclass(frozen=True)
@@ -201,3 +208,34 @@ EFFECTS: tuple[Effect, ...] = (
 def without_effect(config: RunConfig) -> dict[str, str]:
     """Dotted names of settings that do nothing in this config -> what takes their effect away."""
     return {e.name: e.otherwise for e in EFFECTS if not e.active(config)}
+
+
+_UNREACHED = {
+    "eval.interval": "evaluated at the end only",
+    "checkpoint.interval": "saved at the end and on a signal only",
+    "log.interval": "only the last step has a line here",
+    "log.param_stats_interval": "nothing is measured",
+}
+
+
+def unreached(config: RunConfig, steps: int) -> list[str]:
+    """One line for each interval or window that a run of so many steps does not reach."""
+    if steps == 0:
+        return []
+    values = {name: value_of(config, name) for name in _UNREACHED}
+    lines = [
+        f"{name}={value} is more than the run's {_steps(steps)}: {_UNREACHED[name]}"
+        for name, value in values.items()
+        if value > steps
+    ]
+    train = config.train
+    if train.loss_spike != "off" and train.loss_spike_window >= steps:
+        lines.append(
+            f"train.loss_spike_window={train.loss_spike_window} is not full before the last of the "
+            f"run's {_steps(steps)}: no loss is judged"
+        )
+    return lines
+
+
+def _steps(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'}"

@@ -1,13 +1,15 @@
 """Do the lengths of a run fit each other: steps, tokens, batch ramp, warm-up and decay?
 
-One line a problem, for config_check. Single values are checked in config.py.
+One line a problem, for config_check. Single values are checked in config.py. A length in tokens
+that is over within one step leaves no step in between, which is a slip of units and refused. (Under
+inverse_sqrt a warm-up of any length sets all rates, and is taken.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.batch_plan import batch_plan, horizon_steps, ramp_sizes
+from megalite.batch_plan import BatchPlan, batch_plan, horizon_steps, ramp_sizes
 from megalite.config import OptimizerConfig, RunConfig, TrainConfig
 from megalite.lr_phases import Phases, lr_phases
 
@@ -81,6 +83,15 @@ def _length(config: RunConfig) -> Iterator[str]:
             f"train.steps={train.steps} and train.tokens={train.tokens} (which is {steps} steps) "
             "both say how long the run is; remove one"
         )
+    start, unit = train.batch_ramp_start or 0, config.data.seq_length
+    for name, first in (("samples", start), ("tokens", start * unit)):
+        length = getattr(train, f"batch_ramp_{name}")
+        if length is not None and length < first:
+            yield (
+                f"train.batch_ramp_{name}={length} is less than the {first} {name} of the first "
+                f"step, after which the ramp would be over; use at least {first}, or remove the "
+                "ramp"
+            )
 
 
 def _learning_rate(config: RunConfig) -> Iterator[str]:
@@ -98,7 +109,28 @@ def _learning_rate(config: RunConfig) -> Iterator[str]:
     if not problems and steps:
         seq_length = config.data.seq_length
         phases = lr_phases(optimizer, steps, lambda step: plan.first_sample(step) * seq_length)
-        yield from _phases(optimizer, phases)
+        short = list(_within_a_step(optimizer, plan, steps, seq_length))
+        yield from short or _phases(optimizer, phases)
+
+
+def _within_a_step(
+    optimizer: OptimizerConfig, plan: BatchPlan, steps: int, seq_length: int
+) -> Iterator[str]:
+    """Lengths in tokens that are over within one step."""
+    schedule = optimizer.lr_schedule
+    decays = schedule not in ("constant", "inverse_sqrt")  # elsewhere config_effect refuses an end
+    lengths = (
+        ("warmup_tokens", "first", 0, schedule != "inverse_sqrt", "warms up"),
+        ("decay_tokens", "first", 0, decays, "decays"),
+        ("wsd_decay_tokens", "last", steps - 1, schedule == "wsd", "decays"),
+    )
+    for name, which, step, used, does in lengths:
+        given, least = getattr(optimizer, name), plan.global_batch(step) * seq_length
+        if used and given is not None and given < least:
+            yield (
+                f"optimizer.{name}={given} is less than the {least} tokens of the {which} step, so "
+                f"that none {does}; use at least {least}, or remove it"
+            )
 
 
 def _given_twice(optimizer: OptimizerConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from megalite.config_check import (
     resolve_schedule,
 )
 from megalite.config_data import missing_inputs
+from megalite.config_effect import unreached
 from megalite.config_keys import keys
 from megalite.config_load import Loaded, load_config
 from megalite.config_stages import stage_layer_counts
@@ -179,6 +180,24 @@ def test_the_plain_config_is_valid() -> None:
           "optimizer__warmup_steps": 10}, None,
          "optimizer.lr_schedule=wsd: the last phase begins after 5 steps, within the warm-up of "
          "10; shorten optimizer.warmup_steps or the last phase"),
+        # lengths in tokens that are over within a step, of 16 x 32 tokens
+        ({"optimizer__warmup_tokens": 511}, None,
+         "optimizer.warmup_tokens=511 is less than the 512 tokens of the first step, so that none "
+         "warms up; use at least 512, or remove it"),
+        ({"optimizer__decay_tokens": 5}, None,
+         "optimizer.decay_tokens=5 is less than the 512 tokens of the first step, so that none "
+         "decays; use at least 512, or remove it"),
+        ({"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_tokens": 511}, None,
+         "optimizer.wsd_decay_tokens=511 is less than the 512 tokens of the last step, so that "
+         "none decays; use at least 512, or remove it"),
+        ({"train__batch_ramp_start": 8, "train__batch_ramp_increment": 4,
+          "train__batch_ramp_samples": 7}, None,
+         "train.batch_ramp_samples=7 is less than the 8 samples of the first step, after which "
+         "the ramp would be over; use at least 8, or remove the ramp"),
+        ({"train__batch_ramp_start": 8, "train__batch_ramp_increment": 4,
+          "train__batch_ramp_tokens": 255}, None,
+         "train.batch_ramp_tokens=255 is less than the 256 tokens of the first step, after which "
+         "the ramp would be over; use at least 256, or remove the ramp"),
         # length and batch ramp
         ({"train__tokens": 5000}, None,
          "train.steps=100 and train.tokens=5000 (which is 10 steps) both say how long the run is; "
@@ -202,7 +221,7 @@ def test_the_plain_config_is_valid() -> None:
          "pipeline.schedule=file:mine.csv is for one number of microbatches, but the batch ramp "
          "has several; use a named schedule, or remove the ramp"),
         ({"train__batch_ramp_start": 2, "train__batch_ramp_increment": 1,
-          "train__batch_ramp_tokens": 9, "parallel__dp": 2}, None,
+          "train__batch_ramp_tokens": 900, "parallel__dp": 2}, None,
          "the batch ramp (train.batch_ramp_start=2, train.batch_ramp_increment=1) passes through "
          "a batch of 3 and 6 more, which is not divisible by train.micro_batch=1 x parallel.dp=2 "
          "= 2; use multiples of 2"),
@@ -309,6 +328,46 @@ def test_a_default_written_out_is_refused_too_where_it_has_no_effect() -> None:
     assert check_config(plain, origins=origins) == []
     (line,) = check_config(plain, origins=origins | {"optimizer.overlap_param_gather": "run.toml"})
     assert line.startswith("optimizer.overlap_param_gather=true has no effect: optimizer.zero=0")
+
+
+def test_lengths_in_tokens_of_a_step_are_taken() -> None:
+    ramp = {"train__batch_ramp_start": 8, "train__batch_ramp_increment": 4}
+    wsd = {"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_tokens": 512}
+    assert check_config(config(optimizer__warmup_tokens=512)) == []
+    assert check_config(config(optimizer__decay_tokens=512)) == []
+    assert check_config(config(**wsd)) == []
+    # the first step of a ramp is a small one, the last one is not
+    ramp |= {"train__batch_ramp_tokens": 256}
+    assert check_config(config(**ramp, optimizer__warmup_tokens=256)) == []
+    (line,) = check_config(config(**ramp, **(wsd | {"optimizer__wsd_decay_tokens": 256})))
+    assert line.startswith("optimizer.wsd_decay_tokens=256 is less than the 512 tokens of the last")
+    # the rate of inverse_sqrt is set by any warm-up
+    inverse = config(optimizer__lr_schedule="inverse_sqrt", optimizer__warmup_tokens=9)
+    assert check_config(inverse) == []
+
+
+def test_what_a_short_run_does_not_reach_is_told_not_refused() -> None:
+    intervals = {
+        "eval__interval": 50,
+        "checkpoint__interval": 7,
+        "log__interval": 50,
+        "log__param_stats_interval": 6,
+        "train__loss_spike": "stop",
+    }
+    short = config(**intervals, train__steps=6)
+    assert check_config(short) == []
+    assert unreached(short, 6) == [
+        "eval.interval=50 is more than the run's 6 steps: evaluated at the end only",
+        "checkpoint.interval=7 is more than the run's 6 steps: saved at the end and on a signal "
+        "only",
+        "log.interval=50 is more than the run's 6 steps: only the last step has a line here",
+        "train.loss_spike_window=64 is not full before the last of the run's 6 steps: no loss is "
+        "judged",
+    ]
+    assert unreached(config(log__param_stats_interval=2), 1) == [
+        "log.param_stats_interval=2 is more than the run's 1 step: nothing is measured"
+    ]
+    assert unreached(short, 65) == unreached(config(), 1) == unreached(short, 0) == []
 
 
 def test_warmup_is_not_checked_when_nothing_is_trained() -> None:

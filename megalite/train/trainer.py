@@ -18,6 +18,7 @@ import torch
 
 from megalite.batch_plan import batch_plan, horizon_steps
 from megalite.config import RunConfig
+from megalite.config_effect import unreached
 from megalite.config_extras import require_extras
 from megalite.config_text import to_toml
 from megalite.data.batches import MicroBatch
@@ -391,6 +392,7 @@ class Trainer:
             *run_lines(self.folder, self.config, size, self.device, memory, self.engine.ops.name),
             *plain_on_gpu(self.config, self.engine.ops, self.mesh.device, self.engine.dtype),
             *describe(self.config, self.data, samples),
+            *unreached(self.config, self.total_steps),
         ]:
             self.console.print(text)
 

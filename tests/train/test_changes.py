@@ -97,8 +97,10 @@ def test_accepted_changes_take_effect_and_are_logged(pool: RankPool, folder: Pat
     assert sorted(flat[:20]) == sorted(flat[20:]) == list(range(20))
 
     # once saved, the new settings are the run's
-    ((code, _),) = pool.run(resumed, 1, folder, "", {**changes, "log__interval": 2})
+    ((code, _),) = pool.run(resumed, 1, folder, "", {**changes, "log__interval": 9})
     assert code == 0
+    log = (run / "log.txt").read_text()
+    assert log.count("log.interval=9 is more than the run's 6 steps: only the last step has a") == 1
     assert [change["key"] for change in lines(run, "restart")[-1]["changed"]] == ["log.interval"]
 
 
