@@ -113,7 +113,10 @@ def train(
     if print_config and not problems:
         fill = resolve if local else resolve_schedule
         return show(loaded.with_config(fill(loaded.config)))
+    from megalite.train.inputs import input_problems
+
     problems += [*missing_extras(loaded.config), *missing_inputs(loaded.config)]
+    problems += input_problems(loaded.config)
     if problems:
         raise ConfigError(problems)
 

@@ -6,6 +6,7 @@ it is refused. It holds no paths but the names that the user gave.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -59,10 +60,10 @@ class Sidecar(BaseModel):
 
 def read_sidecar(data: IndexedDataset) -> Sidecar | None:
     """The sidecar of an opened dataset, None if it has none; DataError if it is not its own."""
-    path = file_of(data.prefix, ".json")
-    if not path.is_file():
+    sidecar = stated_sidecar(data.prefix)
+    if sidecar is None:
         return None
-    sidecar = _parse(path)
+    path = file_of(data.prefix, ".json")
     stated = (sidecar.num_tokens, sidecar.num_documents, sidecar.dtype)
     found = (data.num_tokens, data.num_documents, data.dtype.name)
     if stated != found:
@@ -71,6 +72,24 @@ def read_sidecar(data: IndexedDataset) -> Sidecar | None:
             f"{found}: they were replaced; prepare the dataset again, or delete {path.name}"
         )
     return sidecar
+
+
+def stated_sidecar(prefix: str | Path) -> Sidecar | None:
+    """The sidecar of a prefix as it stands, None if there is none; the dataset is not opened."""
+    path = file_of(prefix, ".json")
+    return _parse(path) if path.is_file() else None
+
+
+def require_tokenizer(sidecar: Sidecar, prefix: str | Path, tokenizer: str) -> None:
+    """DataError if data.tokenizer is not the file that made the dataset."""
+    made_by = sidecar.tokenizer
+    found = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+    if found != made_by.sha256:
+        raise DataError(
+            f"data.tokenizer={tokenizer} (sha256 {found[:12]}...) did not make "
+            f"{prefix}, which {made_by.file} did (sha256 {made_by.sha256[:12]}...); "
+            f"set data.tokenizer to that one"
+        )
 
 
 def _parse(path: Path) -> Sidecar:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 
 from megalite.config import RunConfig
 from megalite.config_data import Source, sources, split_set_names
 from megalite.data.batches import Batches
 from megalite.data.dataset import Span, TokenDataset
 from megalite.data.fingerprint import Identity, identify
+from megalite.data.sidecar import require_tokenizer
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
 from megalite.shares import SPLIT_NAMES
@@ -111,8 +111,9 @@ def require_same_data(data: RunData, config: RunConfig, mesh: Mesh) -> None:
 
 
 def _open(path: str, config: RunConfig) -> TokenDataset:
-    dataset = TokenDataset(path)
-    _require_its_tokenizer(dataset, config)
+    dataset, tokenizer = TokenDataset(path), config.data.tokenizer
+    if tokenizer is not None and dataset.sidecar is not None:
+        require_tokenizer(dataset.sidecar, dataset.prefix, tokenizer)
     return dataset
 
 
@@ -150,18 +151,3 @@ def _batches(config: RunConfig) -> Callable[..., Batches]:
         )
 
     return make
-
-
-def _require_its_tokenizer(dataset: TokenDataset, config: RunConfig) -> None:
-    """DataError if data.tokenizer is not the one that made the dataset, where that is known."""
-    path = config.data.tokenizer
-    if path is None or dataset.sidecar is None:
-        return
-    made_by = dataset.sidecar.tokenizer
-    found = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    if found != made_by.sha256:
-        raise DataError(
-            f"data.tokenizer={path} (sha256 {found[:12]}...) did not make "
-            f"{dataset.prefix}, which {made_by.file} did (sha256 {made_by.sha256[:12]}...); "
-            f"set data.tokenizer to that one"
-        )

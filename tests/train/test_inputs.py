@@ -1,0 +1,95 @@
+"""What datasets say of themselves is held against the settings before torch is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config import RunConfig
+from megalite.data.sidecar import TokenizerInfo
+from megalite.errors import DataError
+from megalite.train.datasets import open_data
+from megalite.train.inputs import input_problems
+from tests.data.test_vocab_and_fingerprint import with_sidecar
+from tests.train.kit import SEQ_LENGTH, make_config
+
+MADE_BY = TokenizerInfo(file="a.model", sha256=hashlib.sha256(b"one").hexdigest(), trained=True)
+IDS = [*range(90), *range(7 + 3 * SEQ_LENGTH)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Data of 90 ids with its sidecar, and two tokenizers, the first of which made it."""
+    with_sidecar(tmp_path / "data", IDS, tokenizer=MADE_BY)
+    (tmp_path / "a.model").write_bytes(b"one")
+    (tmp_path / "b.model").write_bytes(b"two")
+    return tmp_path
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    return make_config(folder, "run", **changes)
+
+
+def opened(config: RunConfig) -> str:
+    """What the ranks say when they open the data."""
+    with pytest.raises(DataError) as refused:
+        open_data(config)
+    return str(refused.value)
+
+
+def test_data_that_fits_is_not_opened(folder: Path) -> None:
+    (folder / "data.idx").write_bytes(b"not read yet")
+    tokenizer = str(folder / "a.model")
+    assert input_problems(config(folder, model__vocab_size=90, data__tokenizer=tokenizer)) == []
+
+
+def test_ids_beyond_the_vocabulary_and_another_tokenizer_are_told_as_the_ranks_would(
+    folder: Path,
+) -> None:
+    small = config(folder, model__vocab_size=89)
+    (line,) = input_problems(small)
+    assert line == opened(small)
+    assert "data.bin: holds token id 89 (largest of all 145 tokens)" in line
+    other = config(folder, data__tokenizer=str(folder / "b.model"))
+    (line,) = input_problems(other)
+    assert line == opened(other)
+    assert "did not make" in line
+
+
+def test_all_sources_and_evaluation_sets_are_told_at_once(folder: Path) -> None:
+    (folder / "more").mkdir()
+    for name in ("web", "books", "none"):
+        with_sidecar(folder / "more" / name, [3, 99, 3], tokenizer=MADE_BY)
+    (folder / "more" / "none.json").unlink()  # judged when the ranks open it
+    settings = {
+        "data__path": None,
+        "data__sources": [{"path": str(folder / p)} for p in ("data", "more/web", "more/none")],
+        "data__tokenizer": str(folder / "b.model"),
+        "eval__interval": 2,
+        "eval__sets": [{"name": "books", "path": str(folder / "more" / "books")}],
+    }
+    lines = input_problems(config(folder, **settings))
+    assert [line.split(" ")[0].split(str(folder) + "/")[1] for line in lines] == [
+        "b.model", "more/web.bin:", "b.model", "more/books.bin:", "b.model"
+    ]  # fmt: skip
+
+
+def test_a_sidecar_of_other_files_refuses_nothing(folder: Path) -> None:
+    path = folder / "data.json"
+    stated = json.loads(path.read_text())
+    path.write_text(json.dumps(stated | {"max_id": 500}))
+    assert input_problems(config(folder)) == []
+    open_data(config(folder))
+    path.write_text("{}")
+    (line,) = input_problems(config(folder, data__tokenizer=str(folder / "a.model")))
+    assert line == opened(config(folder))
+
+
+def test_missing_files_are_left_to_others(folder: Path) -> None:
+    assert input_problems(config(folder, data__tokenizer="gone.model")) == []
+    (folder / "data.bin").unlink()
+    assert input_problems(config(folder, model__vocab_size=5)) == []
