@@ -1,6 +1,7 @@
 """What differs between a checkpoint's settings and the present ones, and whether that is allowed.
 
-The table of what may differ is config_resume.py's. The end of the run and of the decay may move
+The table of what may differ is config_resume.py's, what a setting stands for config_meaning.py's:
+an open setting that is written out is no change. The end of the run and of the decay may move
 freely as long as the learning rate of no step moves: a run may always be made longer or shorter
 otherwise.
 """
@@ -17,6 +18,7 @@ from megalite.batch_plan import BatchPlan, batch_plan, horizon_steps
 from megalite.config import RunConfig
 from megalite.config_data import sources
 from megalite.config_keys import keys, toml_value, value_of
+from megalite.config_meaning import same_meaning
 from megalite.config_resume import ALL_LISTED, DATA, HORIZON, Change, may_change
 from megalite.data.fingerprint import WHOLE_BYTES
 from megalite.errors import CheckpointError
@@ -64,9 +66,9 @@ def changed_settings(old: RunConfig, new: RunConfig, plan: BatchPlan, step: int)
     )
     changed = []
     for name in keys():
-        was, is_now = (_comparable(config, name) for config in (old, new))
-        if was == is_now:
+        if same_meaning(old, new, name):
             continue
+        was, is_now = (_comparable(config, name) for config in (old, new))
         if name in HORIZON:
             changed.append(Changed(name, was, is_now, *(("accept", note) if moved else ("free",))))
         else:

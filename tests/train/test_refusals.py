@@ -85,6 +85,7 @@ def test_settings_that_change_no_number_are_free(pool: RankPool, folder: Path) -
         train__recompute="full",
         optimizer__zero=1,
         optimizer__bucket_mb=1.0,
+        model__head_dim=8,  # what it was when it was open
         log__interval=3,
         checkpoint__interval=0,
         parallel__dp=2,
