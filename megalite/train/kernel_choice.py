@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
 
 from megalite.config import RunConfig
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.kernels import BackendError, Kernels, select
 from megalite.kernels.tables import table_hash
 
@@ -86,17 +87,34 @@ def kernel_record(ops: Kernels) -> dict[str, Any]:
     return {"name": ops.name, "table": table_hash() if ops.consumes else None}
 
 
-def kernel_notice(saved: dict[str, Any] | None, now: dict[str, Any]) -> str | None:
+def kernel_notice(saved: Any, now: dict[str, Any], where: str) -> str | None:
     """What to say where a checkpoint was saved under other kernels; losses may differ by rounding.
 
-    None if they are the same, or the checkpoint does not say.
+    None if they are the same, or the checkpoint, `where`, does not say. CheckpointError where what
+    it says is no record of kernels.
     """
     if saved is None or saved == now:
         return None
-    old, new = (_told(record) for record in (saved, now))
+    new, old = _told(now), _told(saved)
+    if old is None:
+        raise CheckpointError(
+            f"{where}: its record of kernels is {_shown(saved)}, wanted a name and a table's hash "
+            "or none; it is damaged or of another version: resume with the version that saved it, "
+            "or from another checkpoint"
+        )
     return f"kernels are {new}, saved with {old}: losses go on, but not with the same bits"
 
 
-def _told(record: dict[str, Any]) -> str:
-    table = f" (table {record['table'][:12]})" if record["table"] else ""
-    return f"{record['name']}{table}"
+def _told(record: Any) -> str | None:
+    """A record in words, None for what is no record."""
+    if not isinstance(record, dict):
+        return None
+    name, table = record.get("name"), record.get("table")
+    if not isinstance(name, str) or not isinstance(table, (str, NoneType)):
+        return None
+    return f"{name} (table {table[:12]})" if table else name
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -75,8 +75,8 @@ def resume(
         *changed_data(saved["data"], data),
     ]
     refuse(changed, accept, found.path.name)
+    notice = kernel_notice(saved.get("kernels"), kernel_record(engine.ops), found.path.name)
     state.load_run(engine, found)
-    notice = kernel_notice(saved.get("kernels"), kernel_record(engine.ops))
     if notice is not None:
         say(notice)
     for change in changed:

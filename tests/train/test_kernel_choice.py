@@ -11,7 +11,7 @@ from megalite.kernels import BackendError, Kernels, select
 
 from megalite.config import RunConfig
 from megalite.config_check import check_config
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.train import kernel_choice
 from megalite.train.kernel_choice import (
     choose_kernels,
@@ -225,5 +225,19 @@ def test_a_resume_under_other_kernels_says_so(tmp_path: Path, pool: RankPool) ->
 
 def test_the_same_kernels_are_not_worth_a_word() -> None:
     record = {"name": "triton", "table": "ab"}
-    assert kernel_notice(record, dict(record)) is None
-    assert kernel_notice(None, record) is None  # a checkpoint from before there was a choice
+    assert kernel_notice(record, dict(record), "step-1") is None
+    assert kernel_notice(None, record, "step-1") is None  # from before there was a choice
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [7, "triton", [], {}, {"name": None, "table": None}, {"name": "triton", "table": 5}, {"a": 1}],
+)
+def test_a_damaged_record_of_kernels_is_refused_in_words(saved: Any) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        kernel_notice(saved, {"name": "reference", "table": None}, "step-00000002")
+    assert str(refused.value) == (
+        f"step-00000002: its record of kernels is {saved!r}, wanted a name and a table's hash or "
+        "none; it is damaged or of another version: resume with the version that saved it, or "
+        "from another checkpoint"
+    )
