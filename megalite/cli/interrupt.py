@@ -9,15 +9,12 @@ from types import FrameType
 
 import typer
 
-from megalite.errors import MegaliteError
-
 INTERRUPTED_EXIT = 75  # as `megalite train`: come again
 
 
 @contextmanager
 def continuable() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the verb in order; a line tells what an error's notes say of work that
-    was kept."""
+    """SIGTERM and Ctrl-C end the verb in order; lines say so, and what work is kept."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -27,15 +24,8 @@ def continuable() -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         typer.echo("error: interrupted; no dataset was made", err=True)
-        _tell(error)
+        for note in getattr(error, "__notes__", ()):
+            typer.echo(f"note: {note}", err=True)
         raise typer.Exit(INTERRUPTED_EXIT) from None
-    except MegaliteError as error:
-        _tell(error)
-        raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _tell(error: BaseException) -> None:
-    for note in getattr(error, "__notes__", ()):
-        typer.echo(f"note: {note}", err=True)

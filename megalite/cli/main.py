@@ -2,7 +2,7 @@
 
 So `megalite --help` loads neither torch nor numpy, and a mistake in a config is answered before
 torch is imported. Errors that are the user's to fix (MegaliteError) end here: one "error:" line
-each on stderr, exit code 2, no traceback.
+each on stderr, a "note:" line for each of their notes, exit code 2, no traceback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _ErrorsToLines(TyperGroup):
             if ctx.params["traceback"]:
                 raise
             for line in _lines(error) if speaks_for_host() else []:
-                typer.echo(f"error: {line}", err=True)
+                typer.echo(line, err=True)
             raise typer.Exit(USAGE_EXIT) from None
 
 
@@ -161,4 +161,6 @@ def main() -> None:
 
 
 def _lines(error: MegaliteError) -> list[str]:
-    return error.problems if isinstance(error, ConfigError) else str(error).splitlines()
+    problems = error.problems if isinstance(error, ConfigError) else str(error).splitlines()
+    notes = getattr(error, "__notes__", ())
+    return [*(f"error: {problem}" for problem in problems), *(f"note: {note}" for note in notes)]
