@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.config import RunConfig
+from megalite.config_text import to_toml
 from megalite.data.sidecar import TokenizerInfo
 from megalite.errors import DataError
 from megalite.train.datasets import open_data
@@ -87,6 +90,23 @@ def test_a_sidecar_of_other_files_refuses_nothing(folder: Path) -> None:
     path.write_text("{}")
     (line,) = input_problems(config(folder, data__tokenizer=str(folder / "a.model")))
     assert line == opened(config(folder))
+
+
+def test_the_command_line_answers_without_torch(folder: Path) -> None:
+    run = folder / "run.toml"
+    run.write_text(to_toml(config(folder, model__vocab_size=89)))
+    code = f"""
+import sys
+from megalite.cli.main import main
+sys.argv = ["megalite", "train", {str(run)!r}, "--local"]
+try:
+    main()
+except SystemExit as stop:
+    print(stop.code, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2 False\n", done.stderr
+    assert done.stderr.startswith(f"error: {folder}/data.bin: holds token id 89 ")
 
 
 def test_missing_files_are_left_to_others(folder: Path) -> None:
