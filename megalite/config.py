@@ -162,7 +162,7 @@ class OptimizerConfig(Section):
     min_lr: float = Field(default=0.0, ge=0)
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
-    # instead of warmup_steps; at least a step's, as all lengths in tokens
+    # instead of warmup_steps; warm-up and decay in tokens take at least a step's
     warmup_tokens: int | None = Field(default=None, ge=1)
     decay_steps: int | None = Field(default=None, ge=1)  # end of the decay; None: the run's
     decay_tokens: int | None = Field(default=None, ge=1)  # instead of decay_steps
