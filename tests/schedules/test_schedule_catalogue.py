@@ -12,12 +12,14 @@ from megalite.schedules import (
     Durations,
     Schedule,
     build,
+    check_posted,
     check_program,
     check_schedule,
     family,
     fuse,
     lower,
     peak_live,
+    post_ahead,
     recompute,
     simulate,
 )
@@ -311,4 +313,6 @@ def test_every_size_up_to_eight_ranks_four_chunks_and_32_microbatches_is_proven(
     for p in range(1, 9):
         for v in sorted({chunks_of(name, v) for v in range(1, 5)}):
             for m in range(2 * p if name == "dualpipe-v" else 1, 33):
-                check_program(lower(build(name, p, v, m)))
+                program = lower(build(name, p, v, m))
+                check_program(program)
+                check_posted(post_ahead(program))
