@@ -68,7 +68,7 @@ def check_program(
 def check_posted(program: Schedule) -> None:
     """Raise ScheduleError unless a checked program whose receives were moved (`post_ahead`) still
     gets every message before its use, in the order of its channel, and finishes where transfers
-    wait at most for others of their own directed edge.
+    wait at most for others of their own directed edge, also when sends block until received.
     """
     _check_arrivals(program)
     _check_channels(program)

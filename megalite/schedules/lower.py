@@ -78,7 +78,8 @@ def post_ahead(program: Schedule) -> Schedule:
     Just before an action that waits for a message, the receive of the next one that does is posted:
     its cost then falls into the wait, sends come straight after the action that made their data,
     and a sender finds the receive there. Sends keep their places and every channel its order, so a
-    program stays free of deadlocks where receives only start at their place (`models`: async, dir).
+    program stays free of deadlocks where receives only start at their place, though sends may block
+    there (`models`: rendezvous).
     """
     ranks = (_posted_ahead(program, rank) for rank in range(program.p))
     return Schedule(program.m, program.place, tuple(ranks))

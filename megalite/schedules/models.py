@@ -10,6 +10,10 @@ queues, and a program must get through all of them. Nothing is timed; for times 
 | pair     | one communicator per pair of ranks                | both edges of the pair            |
 | rank     | one communicator for all                          | all transfers of the rank         |
 | blocking | sends and receives that return when they are done | everything the rank does          |
+
+Where receives are posted ahead (`lower.post_ahead`), one that blocked would be an error by itself;
+"rendezvous" stands for that case: sends that return when their receive has been posted, receives
+that return at once, on one communicator per directed edge.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from megalite.schedules.action import (
 )
 
 MODELS: Final = ("async", "dir", "pair", "rank", "blocking")
-POSTED_MODELS: Final = ("async", "dir")  # where an early receive is in nobody's way
+POSTED_MODELS: Final = ("async", "dir", "rendezvous")  # an early receive is in nobody's way
+
+_BLOCKING: Final = {"blocking": SENDS | RECEIVES, "rendezvous": SENDS}
 
 
 def run_model(program: Schedule, model: str) -> None:
@@ -54,6 +60,7 @@ class _State:
     def __init__(self, program: Schedule, model: str) -> None:
         self.program = program
         self.model = model
+        self.blocking = _BLOCKING.get(model, frozenset())  # kinds that return when they are done
         self.at = [0] * program.p
         self.issued = [0] * program.p  # actions whose transfer, if they are one, has been issued
         self.done: set[Action] = set()  # results, and sends whose message has been taken
@@ -70,7 +77,7 @@ class _State:
             if action.kind in SENDS | RECEIVES and self.issued[rank] == self.at[rank]:
                 self.issued[rank] += 1
                 woken |= self._issue(rank, action)
-            if self.model == "blocking" and self._in_flight(action):
+            if action.kind in self.blocking and self._in_flight(action):
                 break
             self.done.update(provides(action))
             self.at[rank] += 1
@@ -96,6 +103,7 @@ class _State:
         lanes: dict[str, Hashable] = {
             "async": message,
             "dir": edge,
+            "rendezvous": edge,
             "pair": frozenset(edge),
         }
         return lanes.get(self.model)

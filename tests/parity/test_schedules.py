@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -38,11 +40,30 @@ CASES = [
     Case(pp=2, vpp=2, schedule="interleaved-zb", dp=2, zero=1, tp=2, recompute="stage", m=3),
     Case(pp=2, schedule="zb-h1", dp=2, zero=1, tied=True, micro_batch=2, m=2),
     Case(pp=4, vpp=2, schedule="v-min", dp=2, zero=1, tied=True, recompute="stage", m=3),
+    Case(pp=8, vpp=2, schedule="interleaved-zb", tied=True, mask="ragged", m=9),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_schedule_equals_one_process(pool: RankPool, case: Case) -> None:
+    check(pool, case)
+
+
+def full_cases() -> list[Case]:
+    """Every name on 2, 4 and 8 ranks with 1, 2 and 4 chunks where it is defined."""
+    cases = []
+    for index, (name, kind) in enumerate(KINDS.items()):
+        for pp in (2, 4, 8):
+            numbers = (2 * pp, 2 * pp + 1) if name == "dualpipe-v" else (1, pp, 2 * pp + 1)
+            for m, vpp in product(numbers, (v for v in (1, 2, 4) if kind.allows(v))):
+                case = case_of(name, pp, m, index + len(cases))
+                cases.append(replace(case, vpp=vpp))
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", full_cases(), ids=str)
+def test_schedule_equals_one_process_at_every_size(pool: RankPool, case: Case) -> None:
     check(pool, case)
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from megalite.distributed.mesh import Mesh
+from megalite.schedules import KINDS
 from megalite.topology import Topology
 from tests.pipeline.tiny import (
     BOUNDARY,
@@ -56,6 +57,35 @@ def test_one_rank():
 def test_pipeline(pool, p):
     """p=2 runs as two replicas beside each other: the columns must not mix either."""
     assert pool.run(compare, 4, p) == [[]] * 4
+
+
+def named_cases(p, every_m):
+    """Every name with 1, 2 and 4 chunks where it is defined and every m up to 2p + 1; or one of
+    these for each name, with its fewest chunks.
+    """
+    found = []
+    for name, kind in KINDS.items():
+        chunks = [v for v in (1, 2, 4) if kind.allows(v)]
+        fewest = 2 * p if name == "dualpipe-v" else 1
+        numbers = range(fewest, 2 * p + 2) if every_m else [max(fewest, p + 1)]
+        found += [(name, v, m) for v in (chunks if every_m else chunks[:1]) for m in numbers]
+    return found
+
+
+def compare_named(ctx, p, every_m):
+    mesh = ctx.mesh(pp=p)
+    return [problem for case in named_cases(p, every_m) for problem in problems(mesh, *case)]
+
+
+@pytest.mark.long
+def test_every_name_on_eight_ranks(pool):
+    assert pool.run(compare_named, 8, 8, False) == [[]] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_every_name_with_every_number_of_chunks_and_microbatches(pool, p):
+    assert pool.run(compare_named, p, p, True, timeout_s=1800.0) == [[]] * p
 
 
 def compare_disturbed(ctx, p, seed):

@@ -18,6 +18,7 @@ from megalite.schedules import (
     check_posted,
     forward_schedule,
     lower,
+    parse,
     post_ahead,
 )
 from tests.schedules.replay import good
@@ -88,3 +89,18 @@ def test_a_receive_after_its_use_or_out_of_order_is_named() -> None:
         broken = Schedule(posted.m, posted.place, tuple(map(tuple, ranks)))
         with pytest.raises(ScheduleError, match=words):
             check_posted(broken)
+
+
+def test_a_receive_posted_too_late_hangs_where_sends_block() -> None:
+    """Two neighbours that both send before either receives."""
+    crossing = "\n".join(
+        [
+            "p=2 v=1 m=2 place=0,1",
+            "0: F0.0 SF0.0 F0.1 SF0.1 RB0.0 BW0.0 RB0.1 BW0.1 REDUCE0",
+            "1: RF1.0 F1.0 BW1.0 SB1.0 RF1.1 F1.1 BW1.1 SB1.1 REDUCE1",
+        ]
+    )
+    program = parse(crossing)
+    with pytest.raises(ScheduleError, match=r"hangs on communicator model rendezvous"):
+        check_posted(program)
+    check_posted(post_ahead(program))
