@@ -4,12 +4,14 @@
 
 Sides alternate, round by round, and are timed by the processor time of the process; figures are
 medians over the rounds of what a side takes, and of the ratio within a round, because the machine's
-speed drifts. Adds a JSON line an operation and prints a table; README.md says how to read both.
+speed drifts. Freed memory is kept, so that no side waits for new pages. Adds a JSON line an
+operation and prints a table; README.md says how to read both.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ SIZES = {
     "tiny": Sizes(1, 32, 2, 1, 48, 128, tokens=16, document=8),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 _ROUND_S = 0.02  # processor time of a side in a round, at least
 SUM = "norm + swiglu + cross_entropy + adamw of a step"
 
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    about = circumstances("kernels", options.date)
+    about = {**circumstances("kernels", options.date), "keeps_freed_memory": keep_freed_memory()}
     rows = []
     for size in options.sizes:
         for dtype in options.dtypes:
@@ -106,6 +109,20 @@ def interleave(pair: Pair, rounds: int) -> dict[str, Any]:
     if "compiled" in sides:
         row["times_faster_than_compiled"] = median(t["compiled"] / t["ours"] for t in turns)
     return row
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc give no memory back to the system from here on; returns whether it is glibc's.
+
+    Otherwise each large tensor is new pages or old ones as the heap happens to lie, which moves
+    times by factors, and most for the side with more intermediates.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    largest = 2**31 - 1
+    return bool(set_option(_M_MMAP_MAX, 0) and set_option(_M_TRIM_THRESHOLD, largest))
 
 
 def seconds(call: Callable[[], object], calls: int) -> float:

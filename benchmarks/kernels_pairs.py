@@ -89,17 +89,19 @@ def norm_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
     return _pair("norm", 2 * sizes.layers + 1, True, ours, formula, [x, weight], dy, quick)
 
 
-def swiglu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
+def swiglu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool, widened: bool = False) -> Pair:
+    """widened: the formula with the intermediates in float32, too, as ours has them."""
     h, da = (draw(sizes.tokens, n * sizes.ffn, dtype=dtype, seed=n) for n in (2, 1))
 
     def formula(h: Tensor) -> Tensor:
-        gate, up = h.chunk(2, -1)
-        return F.silu(gate) * up
+        gate, up = (h.float() if widened else h).chunk(2, -1)
+        return (F.silu(gate) * up).to(dtype)
 
     def ours() -> object:
         return swiglu(h), swiglu_grad(da, h)
 
-    return _pair("swiglu", sizes.layers, True, ours, formula, [h], da, quick)
+    name = "swiglu beside float32" if widened else "swiglu"
+    return _pair(name, sizes.layers, not widened, ours, formula, [h], da, quick)
 
 
 def loss_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
@@ -224,4 +226,6 @@ def _pair(
 def all_pairs(sizes: Sizes, dtype: torch.dtype, quick: bool) -> list[Pair]:
     makers = (norm_pair, swiglu_pair, loss_pair, rope_pair, attention_pair)
     pairs = [make(sizes, dtype, quick) for make in makers]
+    if dtype != torch.float32:
+        pairs.append(swiglu_pair(sizes, dtype, quick, widened=True))
     return [*pairs, adamw_pair(sizes), adamw_pair(sizes, fused=True)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import kernels
-from benchmarks.kernels_pairs import Pair, all_pairs
+from benchmarks.kernels_pairs import Pair, all_pairs, swiglu_pair
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -21,10 +21,13 @@ def flat(result: Any) -> list[Tensor]:
     return [x for part in result for x in flat(part)]
 
 
-PAIRS = all_pairs(kernels.SIZES["tiny"], torch.float32, False)
+TINY = kernels.SIZES["tiny"]
+PAIRS = all_pairs(TINY, torch.float32, False)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+@pytest.mark.parametrize(
+    "pair", [*PAIRS, swiglu_pair(TINY, torch.float32, False, widened=True)], ids=lambda p: p.name
+)
 def test_both_sides_of_a_pair_give_the_same(pair: Pair) -> None:
     """Gradients or new weights; ours may return what its forward gives before them."""
     ours, composed = flat(pair.ours()), flat(pair.composed())
