@@ -93,7 +93,8 @@ def _training(rows: Sequence[Row], dry: bool) -> Iterator[str]:
         yield (
             f"training, sequence {row['seq_length']}, {row['backend']}: {row['step_ms']:.1f} ms "
             f"({split}), {row['tokens_per_s']:.0f} tokens/s, {', '.join(shares)} (mark "
-            f"{MFU_MARK:.0%}), peak {row['memory_peak_bytes'] / 2**30:.1f} GiB"
+            f"{MFU_MARK:.0%}), peak {row['memory_peak_bytes'] / 2**30:.1f} "
+            f"GiB, planned {row['memory_planned_bytes'] / 2**30:.1f}"
         )
 
 

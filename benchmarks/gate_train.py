@@ -1,8 +1,8 @@
 """The training part of gpu_gate: steps of a 1B Llama on the one GPU, by megalite's own engine.
 
 Each sequence length gives a row: tokens/s, model FLOPs utilisation in both conventions (all of the
-attention scores, and the causal half), peak memory, the split of a step into forward, backward and
-optimizer by events on the device, and the kernels that take most of it.
+attention scores, and the causal half), peak memory beside the planner's, the split of a step into
+forward, backward and optimizer by events on the device, and the kernels that take most of it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from megalite.config_check import require_valid, resolve
 from megalite.distributed.clock import Clock, seconds_between
 from megalite.distributed.mesh import Mesh
 from megalite.model_math import parameter_counts
+from megalite.planner import rank_memory, stages_of
 from megalite.topology import Topology
 from megalite.train import metrics
 from megalite.train.batch import TokenBatch
 from megalite.train.engine import Engine
+from megalite.train.pipeline_schedule import make_schedule, modelled_durations
 
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "models" / "llama-1b.toml"
 LENGTHS = (4096, 8192)
@@ -136,6 +138,7 @@ def measure(gate: Gate, length: int, backend: str) -> Row:
         "mfu": rates.mfu,
         "mfu_causal": rates.mfu_causal,
         "memory_peak_bytes": metrics.memory_peak_bytes(gate.device),
+        "memory_planned_bytes": planned_bytes(config),
         "losses": [losses[0], losses[-1]],
         "split_ms": split(engine, clock, batches),
         "profile": profile(gate, engine, batches),
@@ -143,6 +146,13 @@ def measure(gate: Gate, length: int, backend: str) -> Row:
     if not all(map(_is_finite, losses)):
         raise RuntimeError(f"losses are not finite: {losses}; the row would have been {row}")
     return row
+
+
+def planned_bytes(config: RunConfig) -> int:
+    """What the planner says that the one rank takes in tensors."""
+    schedule = make_schedule(config, config.train.global_batch // config.train.micro_batch)
+    stages = stages_of(config, schedule.place)
+    return rank_memory(config, stages, schedule, modelled_durations(config))[0].total
 
 
 def _is_finite(x: float) -> bool:

@@ -56,6 +56,22 @@ def find_device(device_name: str) -> Hardware | None:
     return found[0] if found else None
 
 
+def named_hardware(name: str) -> Hardware:
+    """A preset by its file's name, such as h100, or a hardware file of the user's own.
+
+    Raises ConfigError.
+    """
+    known = presets()
+    if name.lower() in known:
+        return known[name.lower()]
+    if name.endswith(".toml"):
+        return load_hardware(name)
+    raise ConfigError(
+        f"hardware {name!r} is not known; use one of {', '.join(known)}, or a TOML file like "
+        "those in configs/hardware"
+    )
+
+
 def own_device(path: str | Path, device_name: str) -> Hardware:
     """A hardware file of the user's own; ConfigError unless it names the device."""
     hardware = load_hardware(path)

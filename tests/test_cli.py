@@ -90,6 +90,11 @@ def test_printing_a_config_imports_no_torch(run_file: Path) -> None:
     assert done.stdout.splitlines()[-1] == "EXIT 0 ['pydantic']", done.stderr
 
 
+def test_planning_imports_no_torch(run_file: Path) -> None:
+    done = python(megalite_in_python("plan", run_file, "--hardware", "h100"))
+    assert done.stdout.splitlines()[-1] == "EXIT 0 ['pydantic']", done.stderr
+
+
 def test_the_installed_command_starts() -> None:
     command = Path(sys.executable).parent / "megalite"
     done = subprocess.run([command, "version"], capture_output=True, text=True, check=True)

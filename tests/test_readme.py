@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     "megalite info runs/quickstart": ({}, ""),
     "megalite doctor": ({}, ""),
     "megalite schedule zb-v --stages 4 --microbatches 8": ({}, ""),
+    "megalite plan configs/runs/llama-8b-64gpu.toml --gpus 64 --hardware h100": ({}, ""),
     "python -m tests.parity": ({}, "--first 2"),
     "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 "
     "--no-python megalite train configs/runs/llama-8b-64gpu.toml": (

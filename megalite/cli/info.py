@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megalite.cli.words import count
 from megalite.errors import DataError
 
 _MIB = 2**20
@@ -52,7 +53,7 @@ def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:
     step, total = found["step"], found["total_steps"]
     attempts = f", attempt {found['attempts']}" if found["attempts"] > 1 else ""
     yield (
-        f"steps        {_text(step)} of {_text(total)}, {_count(found['consumed_tokens'])} tokens"
+        f"steps        {_text(step)} of {_text(total)}, {count(found['consumed_tokens'])} tokens"
         f"{attempts}, {found['end'] or 'running or cut off'}"
     )
     yield f"loss         {_number(found['loss'])}"
@@ -77,10 +78,10 @@ def _listed(checkpoint: dict[str, Any], quick: bool) -> str:
 
 def _checkpoint(found: dict[str, Any], quick: bool) -> Iterator[str]:
     yield f"checkpoint   {found['path']}"
-    yield f"step         {found['step']}, {_count(found['consumed_tokens'])} tokens"
+    yield f"step         {found['step']}, {count(found['consumed_tokens'])} tokens"
     yield from _model(found)
     yield (
-        f"weights      {_count(found['stored_weights'])} stored as "
+        f"weights      {count(found['stored_weights'])} stored as "
         f"{', '.join(found['weight_dtypes'])}; states {', '.join(found['states'])}"
     )
     yield "saved at     " + " x ".join(f"{axis} {size}" for axis, size in found["saved_at"].items())
@@ -104,7 +105,7 @@ def _dataset(found: dict[str, Any], quick: bool) -> Iterator[str]:
 
 def _model(found: dict[str, Any]) -> Iterator[str]:
     model, layout, optimizer = found["model"], found["layout"], found["optimizer"]
-    parameters = f", {_count(found['parameters'])} parameters" if found.get("parameters") else ""
+    parameters = f", {count(found['parameters'])} parameters" if found.get("parameters") else ""
     yield (
         f"model        {_text(model['family'])}, {_text(model['num_layers'])} layers of "
         f"{_text(model['hidden_size'])}, {_text(model['num_heads'])} heads, vocabulary "
@@ -150,13 +151,3 @@ def _text(value: Any) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else _text(value)
-
-
-def _count(value: int | None) -> str:
-    """A count in thousands, millions or billions; small ones as they are."""
-    if value is None:
-        return "n/a"
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.2f}{unit}"
-    return str(value)

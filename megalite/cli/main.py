@@ -16,6 +16,7 @@ from megalite.cli import data
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
+from megalite.cli.plan import plan
 from megalite.cli.schedule import schedule
 from megalite.distributed.launcher import speaks_for_host
 from megalite.errors import ConfigError, MegaliteError
@@ -145,6 +146,7 @@ app.command()(generate)
 app.command()(info)
 app.command()(doctor)
 app.command()(schedule)
+app.command()(plan)
 
 
 @app.command()

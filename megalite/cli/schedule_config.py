@@ -1,4 +1,4 @@
-"""What `megalite schedule --config` shows: a run's stages, what each does, and its schedule.
+"""What `megalite schedule --config` and `megalite plan` show of a run's stages and its schedule.
 
 Times are modelled from FLOPs, in units of the mean work of a rank on one microbatch: what they say
 of balance holds as far as the kernels' rates are alike. Needs no torch.
@@ -48,11 +48,14 @@ class Plan:
         return [sum(stage) for stage in zip(*_parts(self.durations), strict=True)]
 
 
-def plan_of(path: str, overrides: list[str]) -> Plan:
-    """The plan of a config file. Raises ConfigError as `megalite train` would."""
+def plan_of(path: str, overrides: list[str], world_size: int | None = None) -> Plan:
+    """The plan of a config file, with one replica where neither it nor `world_size` says how many.
+
+    Raises ConfigError as `megalite train` would.
+    """
     loaded = load_config(path, overrides)
-    require_valid(loaded.config, origins=loaded.origins)
-    config = resolve(loaded.config)
+    require_valid(loaded.config, world_size, loaded.origins)
+    config = resolve(loaded.config, world_size)
     times = modelled_durations(config)
     mean = sum(map(sum, _parts(times))) / config.parallel.pp
     forward, to_input, to_weight = (tuple(t / mean for t in part) for part in _parts(times))

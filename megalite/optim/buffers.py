@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalite.bucket_plan import BucketPlan, plan_chunk
 from megalite.distributed.precision import main_grad_dtype
-from megalite.optim.bucket_plan import BucketPlan, plan_chunk
-from megalite.optim.groups import Rule
+from megalite.rules import Rule
 from megalite.sharding import ShardSpec
 
 

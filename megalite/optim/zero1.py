@@ -30,7 +30,7 @@ from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings, Re
 from megalite.optim.buffers import Chunk, ChunkBuffers
 from megalite.optim.grad_factor import GradFactor
 from megalite.optim.grad_reduce import GradReducer
-from megalite.optim.groups import require_matches, rule_of
+from megalite.optim.groups import require_matches
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.muon import muon_update
 from megalite.optim.non_finite import SkipPolicy
@@ -38,6 +38,7 @@ from megalite.optim.norm import clip_coefficient, global_norm
 from megalite.optim.param_gather import ParamGather
 from megalite.optim.shard import EMA, ChunkShard, StateOptions
 from megalite.optim.state import MemoryReport, StateTensor, memory_report, owns, state_tensors
+from megalite.rules import rule_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megalite.optim.bucket_plan import ALIGN, plan_buckets
+from megalite.bucket_plan import ALIGN, plan_buckets
 from megalite.optim.buffers import ChunkBuffers
 from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.grads import GradStore

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.bucket_plan import ALIGN, plan_chunk, plan_whole
 from megalite.distributed.mesh import Mesh
-from megalite.optim.bucket_plan import ALIGN, plan_chunk, plan_whole
 from megalite.optim.muon import orthogonalise, update_scale
 from megalite.topology import Topology
 from tests.optim.model_runs import Changes, engine_of, outcome, serial

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.bucket_plan import ALIGN
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
-from megalite.optim.bucket_plan import ALIGN
 from megalite.optim.zero1 import DistributedOptimizer
 from megalite.topology import Topology
 from tests.optim.synthetic import SyntheticChunk, accumulate, layer_specs, make, train

@@ -10,7 +10,7 @@ import torch
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
-from megalite.optim.groups import Rule, rule_of
+from megalite.rules import Rule, rule_of
 from megalite.sharding import Matrices, ShardSpec
 from megalite.topology import Topology
 from tests.optim.synthetic import (

@@ -1,0 +1,117 @@
+"""The planner's bytes against those of the real model, optimizer and autograd graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config import RunConfig
+from megalite.planner import stage_parameters, stages_of
+from megalite.planner.activations import held_by
+from megalite.planner.states import rank_states
+from megalite.train.engine import Engine
+from megalite.train.pipeline_schedule import make_schedule
+from tests.parity.case import Case, config_of, rank_batches
+from tests.pool import RankPool
+from tests.tensor_parallel.memory import AllocationMeter
+
+Changes = dict[str, Any]
+
+LAYOUTS: list[tuple[Case, Changes]] = [
+    (Case(m=2, micro_batch=4), {}),
+    (Case(m=2, micro_batch=4, pp=3), {}),
+    (Case(m=2, micro_batch=4, pp=3, recompute="selective"), {}),
+    (Case(m=2, micro_batch=4, pp=2, vpp=2, schedule="interleaved", recompute="full"), {}),
+    (Case(m=2, micro_batch=4, pp=2, family="qwen3", tied=True), {}),
+    (Case(m=2, micro_batch=4, pp=2, family="gpt2", chunk_tokens=7), {}),
+    (Case(m=2, micro_batch=4, tp=2, sp=True, pp=2, tied=True, kv_heads=2), {}),
+    (Case(m=2, micro_batch=4, tp=2, pp=2, vpp=2, schedule="zb-v", tied=True), {}),
+    (Case(m=2, micro_batch=4, tp=2, sp=True, dp=2, zero=1, vocab=131), {}),
+    (Case(m=2, dp=4, zero=1), {"bucket_mb": 0.01, "name": "muon", "ema_decay": 0.9}),
+    (Case(m=2, dp=2, zero=0, family="qwen2"), {"bucket_mb": 0.02, "ema_decay": 0.9}),
+    (Case(m=2, micro_batch=4, pp=2), {"dtype": "float32"}),
+]
+
+
+def planned(case: Case, changes: Changes) -> RunConfig:
+    """Changes of the optimizer, or of the dtype; kernels named, as "auto" is planned as Triton."""
+    config = config_of(case, 2 * case.pp * case.vpp)
+    of_train = {name: value for name, value in changes.items() if name == "dtype"}
+    of_optimizer = {name: value for name, value in changes.items() if name != "dtype"}
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update=of_train),
+            "optimizer": config.optimizer.model_copy(update=of_optimizer),
+            "kernels": config.kernels.model_copy(update={"backend": "reference"}),
+        }
+    )
+
+
+def measured(chunk: Any, batch: Any) -> tuple[int, int, int]:
+    """Bytes that a microbatch of a chunk holds after its forward, after its input gradient with the
+    weight gradients put off, and at most in a whole backward beside the first of these.
+    """
+    hidden, dtype = chunk.config.hidden_size, chunk.tp.dtype
+    tokens = len(batch.token_T) // (chunk.tp.axis.size if chunk.tp.sequence_parallel else 1)
+    queue: list[Any] = []
+
+    def forward() -> Any:
+        x = None if chunk.first else torch.randn(tokens, hidden, dtype=dtype).requires_grad_()
+        return chunk.forward(x, batch)
+
+    with AllocationMeter() as meter:
+        y = forward()
+        output = 0 if chunk.last else y.untyped_storage().nbytes()  # freed once it is sent
+        after_forward = meter.alive_bytes - output
+        chunk.grads.deferred = queue
+        y.backward(torch.ones_like(y))
+        chunk.grads.deferred = None
+        del y
+        after_input_grad = meter.alive_bytes
+    queue.clear()
+    with AllocationMeter() as meter:
+        y = forward()
+        before = meter.peak_bytes = meter.alive_bytes
+        y.backward(torch.ones_like(y))
+    return after_forward, after_input_grad, meter.peak_bytes - before
+
+
+def rank_bytes(ctx: Any, case: Case, changes: Changes) -> tuple[Any, list[Any]]:
+    """Of this rank: (states planned, states counted), and (planned, measured) of every chunk.
+
+    A collective's buffer may die a moment late: the least of three measurements.
+    """
+    mesh = ctx.mesh(tp=case.tp, pp=case.pp, dp=case.dp)
+    engine = Engine(planned(case, changes), mesh)
+    place = make_schedule(engine.config, case.m).place
+    mine = [stage for stage in stages_of(engine.config, place) if stage.rank == mesh.pp.rank]
+    batches = rank_batches(case, 0, mesh.dp.rank)
+    engine.train_step(batches, 0.0)  # what is made once is there afterwards
+    report = engine.optimizer.memory_report()
+    counted = (report.num_parameters, report.param_bytes, report.grad_bytes, report.state_bytes)
+    chunks = []
+    for stage, chunk in zip(mine, engine.chunks, strict=True):
+        assert stage_parameters(engine.config, stage) == [spec for _, spec in chunk.named_params()]
+        triples = [measured(chunk, batches[0]) for _ in range(3)]
+        least = [min(column) for column in zip(*triples, strict=True)]
+        chunks.append((stage, held_by(engine.config, stage), least))
+    return (rank_states(engine.config, mine), counted), chunks
+
+
+@pytest.mark.parametrize(("case", "changes"), LAYOUTS, ids=str)
+def test_bytes_are_those_of_the_real_thing(pool: RankPool, case: Case, changes: Changes) -> None:
+    for (states, counted), chunks in pool.run(rank_bytes, case.world_size, case, changes):
+        planned_states = (states.num_parameters, states.weights, states.gradients, states.optimizer)
+        assert planned_states == counted
+        for stage, held, (after_forward, after_input_grad, working) in chunks:
+            assert after_forward == pytest.approx(held.activations, rel=1e-3)
+            if not (stage.beside and stage.last):  # its head's gradient goes to the other chunk
+                assert after_input_grad == pytest.approx(held.deferred, rel=1e-3)
+            if case.tp > 1:
+                continue  # gloo's buffers of collectives come and go meanwhile
+            if stage.last:  # by then the logits are free
+                assert working <= held.working
+            else:
+                assert working == pytest.approx(held.working, rel=0.01)
