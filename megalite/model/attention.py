@@ -76,7 +76,9 @@ class SelfAttention(nn.Module):
         """Norm heads, rotate and attend: [T, k, g + 2, H] -> [T, n * H]."""
         if self.head_norm is not None:
             qkv_TkgH = self.head_norm(qkv_TkgH)
-        q, k, v = _SplitRotate.apply(qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops)
+        q, k, v = _SplitRotate.apply(
+            qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, self.recompute_core
+        )
         tokens, head_dim = len(q), q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
         return self.ops.attention(
@@ -93,18 +95,30 @@ class SelfAttention(nn.Module):
 
 
 class _SplitRotate(torch.autograd.Function):
+    """packed_stays: somebody else keeps the packed heads for the backward. Otherwise values are
+    copied out of them, or they would stay for the values alone.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor, ops: kernels.Kernels
+        ctx: Any,
+        qkv_TkgH: Tensor,
+        cos_sh: Tensor,
+        sin_sh: Tensor,
+        ops: kernels.Kernels,
+        packed_stays: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos_sh, sin_sh)
         ctx.ops = ops
-        return ops.rotate(qkv_TkgH, cos_sh, sin_sh)
+        q, k, v = ops.rotate(qkv_TkgH, cos_sh, sin_sh)
+        return q, k, v if packed_stays else v.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
         cos_sh, sin_sh = ctx.saved_tensors
         tokens, groups, queries, head_dim = dq.shape
         dqkv = dq.new_empty(tokens, groups, queries + 2, head_dim)
         ctx.ops.rotate_grad_(dqkv, dq, dk, dv, cos_sh, sin_sh)
-        return dqkv, None, None, None
+        return dqkv, None, None, None, None

@@ -4,12 +4,13 @@ Shapes: T tokens of the microbatch; t = T / tp under sequence parallelism, else 
 f = query heads, key/value heads and feed-forward width of this rank; H head dim.
 A layer keeps, in elements (Korthikanti et al., arXiv 2205.05198, counted for these layers):
 
-    4 t D     what the two norms take and give       T (n + 2k) H   packed heads, which v lies in
-    T (n + k) H   turned queries and keys            T n H          attention's output
-    T f or 2 T f  what the activation takes          T f            what it gives
+    4 t D     what the two norms take and give       T (n + 2k) H   turned queries and keys, values
+    T n H     attention's output                     T f or 2 T f   what the activation takes
+    T f       what that gives
 
-and statistics of norms and softmax in float32. "selective" leaves out turned heads, softmax
-statistics and what the activation gives; "full" keeps t D, the layer's input. Attention is counted
+and statistics of norms and softmax in float32. "selective" keeps the heads as the projection gave
+them, and leaves out softmax statistics and what the activation gives; "full" keeps t D, the
+layer's input. Attention is counted
 as a kernel that never stores scores; on the CPU, windows and dropped attention weights take more.
 """
 
@@ -46,7 +47,7 @@ class _Sizes:
     hidden: int  # of the rank's tokens, [t, D]
     gathered: int  # of all tokens, [T, D]
     packed: int
-    turned: int
+    normed_heads: int  # queries and keys
     context: int
     before: int  # what the activation takes
     after: int
@@ -87,7 +88,7 @@ def _sizes(config: RunConfig) -> _Sizes:
         hidden=own * model.hidden_size,
         gathered=tokens * model.hidden_size,
         packed=tokens * (heads + 2 * groups) * head,
-        turned=tokens * (heads + groups) * head,
+        normed_heads=tokens * (heads + groups),
         context=tokens * heads * head,
         before=tokens * ffn * (2 if model.gated else 1),
         after=tokens * ffn,
@@ -112,11 +113,11 @@ def _layer_bytes(config: RunConfig, size: _Sizes, recompute: str) -> int:
     elements = 4 * size.hidden + size.packed + size.context + size.before
     statistics = 2 * _statistics(config, size)
     if recompute == "none":
-        elements += size.turned + size.after
+        elements += size.after
         statistics += size.heads * size.tokens * wide
-        if config.model.qk_norm:
+        if config.model.qk_norm:  # what it takes, packed, and a number a query and key head
             elements += size.packed
-            statistics += size.turned // config.model.head_size * wide
+            statistics += size.normed_heads * wide
     masks = 2 * size.hidden if _keeps_masks(config, config.model.residual_dropout) else 0
     return element * elements + statistics + masks
 
@@ -137,6 +138,7 @@ def _end_bytes(config: RunConfig, size: _Sizes, stage: Stage) -> int:
     if stage.last:
         total += 2 * element * size.hidden + _statistics(config, size)
         total += wide * size.tokens  # log-sum-exp
+        total += wide * size.tokens if wide < 8 else 0  # the weights of the loss, which are float64
         if not config.train.loss_chunk_tokens:
             total += element * size.logits
     return total
