@@ -29,6 +29,7 @@ from megalite.distributed.clock import Clock, seconds_between
 from megalite.distributed.mesh import Mesh
 from megalite.model_math import parameter_counts
 from megalite.planner import rank_memory, stages_of
+from megalite.schedules import simulate
 from megalite.topology import Topology
 from megalite.train import metrics
 from megalite.train.batch import TokenBatch
@@ -151,8 +152,9 @@ def measure(gate: Gate, length: int, backend: str) -> Row:
 def planned_bytes(config: RunConfig) -> int:
     """What the planner says that the one rank takes in tensors."""
     schedule = make_schedule(config, config.train.global_batch // config.train.micro_batch)
+    timeline = simulate(schedule, modelled_durations(config))
     stages = stages_of(config, schedule.place)
-    return rank_memory(config, stages, schedule, modelled_durations(config))[0].total
+    return rank_memory(config, stages, schedule, timeline)[0].total
 
 
 def _is_finite(x: float) -> bool:

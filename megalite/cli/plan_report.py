@@ -58,7 +58,7 @@ class Report:
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
-        return rank_memory(self.config, self.stages, self.schedule, self.plan.durations)
+        return rank_memory(self.config, self.stages, self.schedule, self.timeline)
 
     @property
     def fullest(self) -> int:
@@ -138,7 +138,7 @@ def _what(report: Report) -> Iterator[str]:
 def _memory_table(report: Report) -> Iterator[str]:
     large = report.most_bytes - beside_tensors(0) >= GIB
     unit, size = ("GiB", GIB) if large else ("MiB", 2**20)
-    yield (f"{unit:>5}  parameters  weights  gradients  optimizer  activations  working     total")
+    yield f"{unit:>5}  parameters  weights  gradients  optimizer  activations  working     total"
     for rank, memory in enumerate(report.ranks):
         states = memory.states
         parts = (
@@ -159,7 +159,7 @@ def _memory_table(report: Report) -> Iterator[str]:
     held = held_by(report.config, longest).activations / 2**20
     yield (
         "tensors of a rank, by pipeline rank; activations at the schedule's peak, of which a "
-        f"microbatch holds {held:,.1f} MiB in the longest stage, of {layers}"
+        f"microbatch holds {held:,.1f} MiB in a stage of {layers} layer{'s' * (layers != 1)}"
     )
 
 

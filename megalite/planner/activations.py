@@ -9,9 +9,9 @@ A layer keeps, in elements (Korthikanti et al., arXiv 2205.05198, counted for th
     T f       what that gives
 
 and statistics of norms and softmax in float32. "selective" keeps the heads as the projection gave
-them, and leaves out softmax statistics and what the activation gives; "full" keeps t D, the
-layer's input. Attention is counted
-as a kernel that never stores scores; on the CPU, windows and dropped attention weights take more.
+them, and leaves out softmax statistics and what the activation gives; "full" keeps t D, the layer's
+input. Attention is counted as a kernel that never stores scores; on the CPU, windows and dropped
+attention weights take more.
 """
 
 from __future__ import annotations

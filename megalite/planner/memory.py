@@ -15,7 +15,7 @@ from megalite.config import RunConfig
 from megalite.planner.activations import held_by
 from megalite.planner.stages import Stage
 from megalite.planner.states import States, rank_states
-from megalite.schedules import Durations, Schedule, simulate
+from megalite.schedules import Schedule, Timeline
 from megalite.schedules.memory import Held, memory_over_time, peak_memory
 
 
@@ -46,12 +46,12 @@ def beside_tensors(total: int) -> int:
 
 
 def rank_memory(
-    config: RunConfig, stages: Sequence[Stage], schedule: Schedule, durations: Durations
+    config: RunConfig, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline
 ) -> list[RankMemory]:
-    """Of every pipeline rank of a resolved config, in order."""
+    """Of every pipeline rank of a resolved config, in order; `timeline` is of its schedule."""
     held = [held_by(config, stage) for stage in stages]
     weights = tuple(Held(h.activations, h.checkpoint, h.deferred) for h in held)
-    lines = memory_over_time(schedule, simulate(schedule, durations), weights)
+    lines = memory_over_time(schedule, timeline, weights)
     ranks = []
     for rank, line in enumerate(lines):
         mine = schedule.stages_of(rank)
