@@ -78,7 +78,9 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
 def resolve_schedule(config: RunConfig) -> RunConfig:
     """Fill in pipeline.schedule and train.steps, which do not depend on the world size."""
     parallel = config.parallel
-    schedule = config.pipeline.schedule or default_schedule(parallel.pp, parallel.vpp, parallel.tp)
+    schedule = config.pipeline.schedule or default_schedule(
+        parallel.pp, parallel.vpp, parallel.tp, config.train.recompute
+    )
     pipeline = config.pipeline.model_copy(update={"schedule": schedule})
     steps = horizon_steps(config, batch_plan(config))
     train = config.train.model_copy(update={"steps": steps})
@@ -93,15 +95,16 @@ def data_parallel(config: RunConfig, world_size: int | None) -> int:
     return 1 if world_size is None else max(1, world_size // (parallel.tp * parallel.pp))
 
 
-def default_schedule(pp: int, vpp: int, tp: int) -> str:
+def default_schedule(pp: int, vpp: int, tp: int, recompute: str = "none") -> str:
     """The schedule where the config names none: the best at the memory of 1f1b by simulation.
 
-    Under tensor parallelism one that keeps both gradients of a layer together, since the
-    collective of one hides behind the other.
+    One that keeps both gradients of a layer together under tensor parallelism, since the collective
+    of one hides behind the other; and where whole layers or stages are recomputed, since weight
+    gradients that are put off keep what recomputation was to save.
     """
     if pp == 1:
         return "1f1b"
-    if tp > 1:
+    if tp > 1 or recompute in ("full", "stage"):
         return "interleaved" if vpp > 1 else "1f1b"
     return "interleaved-zb" if vpp > 1 else "zb-h1"
 

@@ -399,6 +399,15 @@ def test_the_default_schedule_is_the_best_by_simulation(pp: int, vpp: int) -> No
         assert default_schedule(pp, vpp, 1) == default_name(pp, vpp, micro_batches)
 
 
+@pytest.mark.parametrize("recompute", ["full", "stage"])
+def test_recomputed_layers_are_not_kept_for_weight_gradients(recompute: str) -> None:
+    assert default_schedule(4, 1, 1, recompute) == "1f1b"
+    assert default_schedule(4, 2, 1, recompute) == "interleaved"
+    assert default_schedule(4, 1, 1, "selective") == "zb-h1"
+    open_config = config(parallel__pp=2, train__recompute=recompute)
+    assert resolve(open_config).pipeline.schedule == "1f1b"
+
+
 def test_resolve_keeps_what_was_chosen() -> None:
     chosen = config(parallel__pp=2, parallel__dp=2, pipeline__schedule="gpipe")
     assert resolve(chosen, 4) == chosen

@@ -26,15 +26,20 @@ def plan(
 
     Ends with exit code 2 where a rank takes more memory than the GPU has.
     """
-    from megalite.cli.plan_report import changes_that_fit, make_report, report_lines, unfit_lines
-    from megalite.hardware import named_hardware
+    from megalite.cli.plan_fit import changes_that_fit, unfit_lines
+    from megalite.cli.plan_report import make_report, report_lines
+    from megalite.hardware import load_hardware, named_hardware
 
-    device = None if hardware is None else named_hardware(hardware)
     report = make_report(config, overrides or [], gpus)
+    own = report.config.log.hardware
+    device = None
+    if hardware is not None:
+        device = named_hardware(hardware)
+    elif own is not None:
+        device = load_hardware(own)
     for line in report_lines(report, device):
         typer.echo(line)
     if device is not None and not report.fits(device):
-        found = changes_that_fit(report, device)
-        for line in unfit_lines(report, device, found):
+        for line in unfit_lines(report, device, changes_that_fit(report, device)):
             typer.echo(line)
         raise typer.Exit(2)

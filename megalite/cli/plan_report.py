@@ -1,7 +1,8 @@
-"""What `megalite plan` says of a run: layout, stages, memory and least time; and what would fit.
+"""What `megalite plan` says of a run: layout, stages, memory and least time.
 
 Memory is counted tensor by tensor (`megalite.planner`). Time is a bound: products at the peak of
-the device's data sheet, in the order of the simulated schedule; nothing trains as fast.
+the device's data sheet, recomputed ones too, in the order of the simulated schedule; nothing trains
+as fast.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
-from megalite.cli.words import count
+from megalite.cli.words import count, duration, number
 from megalite.config import RunConfig
-from megalite.errors import ConfigError, ScheduleError
 from megalite.hardware import Hardware, number_format, peak_of
 from megalite.model_math import parameter_counts, training_flops
 from megalite.planner import RankMemory, Stage, beside_tensors, held_by, rank_memory, stages_of
-from megalite.schedules import Schedule, Timeline, simulate
+from megalite.schedules import Durations, Schedule, Timeline, simulate
+from megalite.train.pipeline_schedule import schedule_name
 
 GIB = 2**30
 
@@ -83,8 +84,14 @@ class Report:
 
     @property
     def utilised(self) -> float:
-        """The share of the ranks' time that the pipeline leaves for work."""
-        return self.plan.num_micro_batches / self.timeline.makespan
+        """The share of the ranks' time that is left for the model's own FLOPs."""
+        return self.plan.num_micro_batches * self.plan.model_share / self.timeline.makespan
+
+    @cached_property
+    def even_bubble(self) -> float:
+        """The bubble if all stages took alike."""
+        p, v = self.schedule.p, self.schedule.v
+        return simulate(self.schedule, Durations.even(p, v)).bubble_fraction
 
 
 def make_report(path: str, overrides: Sequence[str], gpus: int | None = None) -> Report:
@@ -109,7 +116,7 @@ def report_lines(report: Report, device: Hardware | None) -> Iterator[str]:
         f"memory       {used:,.1f} of {total:g} GiB on {device.name}, pipeline rank "
         f"{report.fullest}; {beside:.1f} of it an estimate for CUDA, communicators and fragments"
     )
-    yield _time(report, device)
+    yield from _time(report, device)
 
 
 def _what(report: Report) -> Iterator[str]:
@@ -124,15 +131,18 @@ def _what(report: Report) -> Iterator[str]:
     split = ", sequence parallel" if parallel.sequence_parallel else ""
     yield (
         f"layout       tp {parallel.tp} x pp {parallel.pp} x dp {report.dp} = "
-        f"{report.world_size} ranks{chunks}{split}, ZeRO-{config.optimizer.zero}"
+        f"{number(report.world_size, 'rank')}{chunks}{split}, ZeRO-{config.optimizer.zero}"
     )
     yield (
         f"step         {train.global_batch} x {config.data.seq_length} tokens, "
-        f"{report.step_flops:.3g} FLOPs; a replica has {plan.num_micro_batches} microbatches of "
-        f"{train.micro_batch}"
+        f"{report.step_flops:.3g} FLOPs; a replica has "
+        f"{number(plan.num_micro_batches, 'microbatch', 'microbatches')} of {train.micro_batch}"
     )
-    bubble = report.timeline.bubble_fraction
-    yield f"schedule     {plan.name}, bubble {bubble:.1%}; recompute {train.recompute}"
+    name = schedule_name(config)
+    chosen = "" if name == plan.name else f"{plan.name}: "
+    bubble, even = (abs(x) for x in (report.timeline.bubble_fraction, report.even_bubble))
+    alike = f" ({even:.1%} if all stages took alike)" if abs(bubble - even) >= 5e-3 else ""
+    yield f"schedule     {chosen}{name}, bubble {bubble:.1%}{alike}; recompute {train.recompute}"
 
 
 def _memory_table(report: Report) -> Iterator[str]:
@@ -155,80 +165,36 @@ def _memory_table(report: Report) -> Iterator[str]:
         ]
         yield f"{rank:>5}  {count(states.num_parameters):>10}{''.join(cells)}"
     longest = max(report.stages, key=lambda stage: len(stage.layers))
-    layers = len(longest.layers)
-    held = held_by(report.config, longest).activations / 2**20
+    held = held_by(report.config, longest)
+    microbatch = f"{held.activations / 2**20:,.1f} MiB"
+    if report.config.train.recompute == "stage":
+        microbatch = f"{held.checkpoint / 2**20:,.1f} MiB, {microbatch} once recomputed,"
     yield (
         "tensors of a rank, by pipeline rank; activations at the schedule's peak, of which a "
-        f"microbatch holds {held:,.1f} MiB in a stage of {layers} layer{'s' * (layers != 1)}"
+        f"microbatch holds {microbatch} in a stage of {number(len(longest.layers), 'layer')}"
     )
 
 
-def _time(report: Report, device: Hardware) -> str:
-    train = report.config.train
+def _time(report: Report, device: Hardware) -> Iterator[str]:
+    train, tp = report.config.train, report.config.parallel.tp
     form = number_format(train.dtype, train.tf32)
     peak = peak_of(device, form)
     if peak is None:
-        return f"time         n/a: {device.name} has no known peak in {form}"
-    seconds = report.step_flops / (peak * 1e12 * report.world_size) / report.utilised
-    return (
-        f"time         at least {seconds:.3g} s a step, at the peak of {peak:g} TFLOP/s ({form}): "
-        f"bubble and balance leave at most {report.utilised:.1%} of MFU"
-    )
-
-
-# --- what would fit ------------------------------------------------------------------------------
-
-
-def changes_that_fit(report: Report, device: Hardware) -> list[tuple[str, Report]]:
-    """Single changes of settings under which every rank fits, the one with most memory first.
-
-    On as many ranks as before; none that the config check refuses.
-    """
-    found = []
-    for change in _changes(report):
-        try:
-            other = make_report(
-                report.path, [*report.overrides, *change.split()], report.world_size
-            )
-            if other.fits(device):
-                found.append((change, other))
-        except (ConfigError, ScheduleError):
-            continue
-    return sorted(found, key=lambda pair: -pair[1].most_bytes)
-
-
-def _changes(report: Report) -> Iterator[str]:
-    """Settings that take less memory, each as overrides."""
-    config = report.config
-    parallel, train = config.parallel, config.train
-    stricter = {"none": ("selective", "full"), "selective": ("full",), "stage": ("full",)}
-    for recompute in stricter.get(train.recompute, ()):
-        yield f"train.recompute={recompute}"
-    if train.micro_batch > 1:
-        yield f"train.micro_batch={train.micro_batch // 2}"
-    if config.optimizer.zero == 0:
-        yield "optimizer.zero=1"
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        yield "parallel.sequence_parallel=true"
-    if not train.loss_chunk_tokens:
-        yield "train.loss_chunk_tokens=2048"
-    for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)):
-        for factor in (2, 4, 8):
-            if report.dp % factor == 0:
-                dp = report.dp // factor
-                yield f"parallel.{axis}={size * factor} parallel.dp={dp}"
-
-
-def unfit_lines(
-    report: Report, device: Hardware, found: Sequence[tuple[str, Report]]
-) -> Iterator[str]:
-    """That it does not fit, and what would."""
-    over = report.most_bytes / GIB - device.memory_gib
-    yield f"does not fit: pipeline rank {report.fullest} takes {over:,.1f} GiB more than there is"
-    for change, other in found:
-        yield f"  fits with {change}: {other.most_bytes / GIB:,.1f} GiB"
-    if not found:
+        yield f"time         n/a: {device.name} has no known peak in {form}"
+    else:
+        seconds = report.step_flops / (peak * 1e12 * report.world_size) / report.utilised
+        tokens = train.global_batch * report.config.data.seq_length / seconds / report.world_size
+        steps = train.steps or 0
         yield (
-            "  no single change helps of recompute, micro batch, ZeRO, chunks of the loss, tp and "
-            "pp on as many ranks; combine some, or take more ranks"
+            f"time         at least {duration(seconds)} a step, {duration(seconds * steps)} for "
+            f"{number(steps, 'step')}; at most {tokens:,.0f} tokens/s a rank"
+        )
+        yield (
+            f"             at the peak of {peak:g} TFLOP/s ({form}), of which bubble, balance and "
+            f"recomputation leave {report.utilised:.1%} to the model"
+        )
+    if tp > device.gpus_per_node:
+        yield (
+            f"note: parallel.tp={tp} is more than the {device.gpus_per_node} GPUs of a node: the "
+            "collectives of every layer cross the network"
         )

@@ -19,10 +19,14 @@ from megalite.train.pipeline_schedule import make_schedule, modelled_durations
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved config with its stages' modelled times, in units of a rank's mean work."""
+    """A resolved config with its stages' modelled times, in units of a rank's mean work.
+
+    model_share: of that work, what is not done again.
+    """
 
     config: RunConfig
     durations: Durations
+    model_share: float
 
     @property
     def name(self) -> str:
@@ -57,9 +61,14 @@ def plan_of(path: str, overrides: list[str], world_size: int | None = None) -> P
     require_valid(loaded.config, world_size, loaded.origins)
     config = resolve(loaded.config, world_size)
     times = modelled_durations(config)
-    mean = sum(map(sum, _parts(times))) / config.parallel.pp
+    total = sum(map(sum, _parts(times)))
+    mean = total / config.parallel.pp
     forward, to_input, to_weight = (tuple(t / mean for t in part) for part in _parts(times))
-    return Plan(config, Durations(forward, to_input, to_weight))
+    kept = config.model_copy(
+        update={"train": config.train.model_copy(update={"recompute": "none"})}
+    )
+    once = sum(map(sum, _parts(modelled_durations(kept))))
+    return Plan(config, Durations(forward, to_input, to_weight), once / total)
 
 
 def _parts(times: Durations) -> tuple[tuple[float, ...], ...]:

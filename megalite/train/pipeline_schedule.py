@@ -10,17 +10,23 @@ from megalite.schedules.csv_form import FILE, read_file
 from megalite.schedules.tune import AUTO, tune
 
 
+def schedule_name(config: RunConfig) -> str:
+    """What a resolved config's schedule is called, the automatic one by what was chosen."""
+    parallel, name = config.parallel, str(config.pipeline.schedule)
+    if name != AUTO:
+        return name
+    # Chosen for the full batch: while a batch grows, stages must not change their ranks.
+    full = config.train.global_batch // (config.train.micro_batch * (parallel.dp or 1))
+    limit = config.pipeline.max_activations
+    return tune(parallel.pp, parallel.vpp, full, modelled_durations(config), limit)[0].name
+
+
 def make_schedule(config: RunConfig, num_micro_batches: int) -> Schedule:
     """The schedule of a resolved config for a step of so many microbatches.
 
     Raises ScheduleError for a file that does not fit and a memory that no schedule keeps to.
     """
-    pp, vpp, name = config.parallel.pp, config.parallel.vpp, str(config.pipeline.schedule)
-    if name == AUTO:
-        limit = config.pipeline.max_activations
-        # Chosen for the full batch: while a batch grows, stages must not change their ranks.
-        full = config.train.global_batch // (config.train.micro_batch * (config.parallel.dp or 1))
-        name = tune(pp, vpp, full, modelled_durations(config), limit)[0].name
+    pp, vpp, name = config.parallel.pp, config.parallel.vpp, schedule_name(config)
     if name.startswith(FILE):
         schedule = read_file(name[len(FILE) :], pp, vpp, num_micro_batches)
     else:
@@ -31,22 +37,23 @@ def make_schedule(config: RunConfig, num_micro_batches: int) -> Schedule:
 def modelled_durations(config: RunConfig) -> Durations:
     """Relative times of every stage from the FLOPs of its layers and head; hops are free.
 
-    An input gradient multiplies as often as the forward, with attention twice; a weight gradient as
-    often as the forward without attention, which has no weights.
+    An input gradient multiplies as often as the forward, with attention twice, and does again what
+    is recomputed with it; a weight gradient as often as the forward without attention, which has no
+    weights.
     """
     flops = forward_flops(config.model, config.data.seq_length)
     layers = config.model.num_layers
     attention = flops.attention_causal / layers
     products = (flops.qkv + flops.attention_out + flops.mlp) / layers
+    again = {"selective": attention, "full": products + attention}.get(config.train.recompute, 0.0)
     counts = stage_layer_counts(config)
     weights = [count * products for count in counts]
     weights[-1] += flops.head
-    scores = [count * attention for count in counts]
     # A stage without a layer still takes a moment: times must be positive.
     least = 1e-3 * max(weights)
-    pairs = list(zip(weights, scores, strict=True))
+    pairs = list(zip(weights, counts, strict=True))
     return Durations(
-        tuple(max(least, w + s) for w, s in pairs),
-        tuple(max(least, w + 2 * s) for w, s in pairs),
+        tuple(max(least, w + n * attention) for w, n in pairs),
+        tuple(max(least, w + n * (2 * attention + again)) for w, n in pairs),
         tuple(max(least, w) for w, _ in pairs),
     )

@@ -1,0 +1,96 @@
+"""Changes of settings under which a run fits a GPU's memory that does not as it is.
+
+Each is tried as the user would, by planning again with it; none that the config check refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from megalite.cli.plan_report import GIB, Report, make_report
+from megalite.errors import ConfigError, ScheduleError
+from megalite.hardware import Hardware
+
+Change = tuple[str, ...]  # overrides that belong together
+_PAIRS = 4  # shown at most
+
+
+def changes_that_fit(report: Report, device: Hardware) -> list[tuple[Change, Report]]:
+    """Of each kind of change the least that fits, on as many ranks; pairs where no single one does.
+
+    In the order of what they cost in speed, about.
+    """
+    kinds = [list(kind) for kind in _kinds(report)]
+    singles = [first for kind in kinds if (first := _first(report, device, kind)) is not None]
+    if singles:
+        return singles
+    pairs = []
+    for one, other in combinations([kind[-1] for kind in kinds if kind], 2):
+        found = _first(report, device, [(*one, *other)])
+        if found is not None:
+            pairs.append(found)
+        if len(pairs) == _PAIRS:
+            break
+    return pairs
+
+
+def _first(
+    report: Report, device: Hardware, changes: Sequence[Change]
+) -> tuple[Change, Report] | None:
+    for change in changes:
+        keys = [text.partition("=")[0] for text in change]
+        if len(set(keys)) < len(keys):
+            continue
+        kept = [text for text in report.overrides if text.partition("=")[0].strip() not in keys]
+        try:
+            other = make_report(report.path, [*kept, *change], report.gpus)
+            if other.world_size == report.world_size and other.fits(device):
+                return change, other
+        except (ConfigError, ScheduleError):
+            continue
+    return None
+
+
+def _kinds(report: Report) -> Iterator[list[Change]]:
+    """Settings that take less memory, by kind, the least change first."""
+    config = report.config
+    parallel, train = config.parallel, config.train
+    if config.optimizer.zero == 0:
+        yield [("optimizer.zero=1",)]
+    if not train.loss_chunk_tokens:
+        yield [("train.loss_chunk_tokens=2048",)]
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield [("parallel.sequence_parallel=true",)]
+    fused = "interleaved" if parallel.vpp > 1 else "1f1b"
+    if parallel.pp > 1 and config.pipeline.schedule != fused:
+        yield [(f"pipeline.schedule={fused}",)]
+    if train.micro_batch > 1:
+        sizes = range(train.micro_batch.bit_length() - 1)
+        yield [(f"train.micro_batch={train.micro_batch >> (shift + 1)}",) for shift in sizes]
+    stricter = {"none": ("selective", "full"), "selective": ("full",), "stage": ("full",)}
+    if train.recompute in stricter:
+        yield [(f"train.recompute={kind}",) for kind in stricter[train.recompute]]
+    for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)):
+        wider = [factor for factor in (2, 4, 8) if report.dp % factor == 0]
+        yield [(f"parallel.{axis}={size * n}", *_replicas(report, n)) for n in wider]
+
+
+def _replicas(report: Report, factor: int) -> Change:
+    """So many fewer, where the config says how many; otherwise the ranks leave as many."""
+    return () if report.gpus is not None else (f"parallel.dp={report.dp // factor}",)
+
+
+def unfit_lines(
+    report: Report, device: Hardware, found: Sequence[tuple[Change, Report]]
+) -> Iterator[str]:
+    """That it does not fit, and what would."""
+    over = report.most_bytes / GIB - device.memory_gib
+    yield f"does not fit: pipeline rank {report.fullest} takes {over:,.1f} GiB more than there is"
+    for change, other in found:
+        yield f"  fits with {' '.join(change)}: {other.most_bytes / GIB:,.1f} GiB"
+    if not found:
+        yield (
+            "  no change, nor two of them, of ZeRO, loss chunks, sequence parallelism, schedule, "
+            "micro batch, recompute, tp and pp makes it fit on as many ranks; take more ranks"
+        )
