@@ -18,7 +18,6 @@ from megalite.hardware import Hardware, number_format, peak_of
 from megalite.model_math import parameter_counts, training_flops
 from megalite.planner import RankMemory, Stage, beside_tensors, held_by, rank_memory, stages_of
 from megalite.schedules import Durations, Schedule, Timeline, simulate
-from megalite.train.pipeline_schedule import schedule_name
 
 GIB = 2**30
 
@@ -138,11 +137,12 @@ def _what(report: Report) -> Iterator[str]:
         f"{report.step_flops:.3g} FLOPs; a replica has "
         f"{number(plan.num_micro_batches, 'microbatch', 'microbatches')} of {train.micro_batch}"
     )
-    name = schedule_name(config)
-    chosen = "" if name == plan.name else f"{plan.name}: "
+    asked = str(config.pipeline.schedule)
+    chosen = "" if asked == plan.name else f"{asked}: "
     bubble, even = (abs(x) for x in (report.timeline.bubble_fraction, report.even_bubble))
     alike = f" ({even:.1%} if all stages took alike)" if abs(bubble - even) >= 5e-3 else ""
-    yield f"schedule     {chosen}{name}, bubble {bubble:.1%}{alike}; recompute {train.recompute}"
+    named = f"{chosen}{plan.name}, bubble {bubble:.1%}{alike}"
+    yield f"schedule     {named}; recompute {train.recompute}"
 
 
 def _memory_table(report: Report) -> Iterator[str]:

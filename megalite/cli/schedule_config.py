@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from megalite.config import RunConfig
 from megalite.config_check import require_valid, resolve
 from megalite.config_load import load_config
 from megalite.config_stages import stage_layer_counts
 from megalite.schedules import Durations, Schedule
-from megalite.train.pipeline_schedule import make_schedule, modelled_durations
+from megalite.train.pipeline_schedule import make_schedule, modelled_durations, schedule_name
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class Plan:
     durations: Durations
     model_share: float
 
-    @property
+    @cached_property
     def name(self) -> str:
-        return str(self.config.pipeline.schedule)
+        """The schedule's; of an automatic one what was chosen, which takes a while to find."""
+        return schedule_name(self.config)
 
     @property
     def v(self) -> int:
