@@ -160,12 +160,16 @@ def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:
     # Triton writes the gradient of what the activation took over that itself.
     given = size.after + (size.before if config.kernels.backend == "reference" else 0)
     elements = size.hidden + max(given, size.gathered)
+    if config.model.residual_dropout:
+        elements += size.hidden  # the output's gradient as dropout lets it through
     if config.parallel.sequence_parallel:
         elements += size.gathered  # the output's gradient of all tokens
     if recompute == "selective":
         elements += size.after
     again = _layer_bytes(config, size, "none") - element * size.hidden
-    return element * elements + (again if recompute == "full" else 0)
+    # The mask of the block's dropout is free by then.
+    mask = size.hidden if _keeps_masks(config, config.model.residual_dropout) else 0
+    return element * elements - mask + (again if recompute == "full" else 0)
 
 
 def _head_working_bytes(config: RunConfig, size: _Sizes) -> int:

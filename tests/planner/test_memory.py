@@ -29,22 +29,24 @@ LAYOUTS: list[tuple[Case, Changes]] = [
     (Case(m=2, micro_batch=4, tp=2, sp=True, pp=2, tied=True, kv_heads=2), {}),
     (Case(m=2, micro_batch=4, tp=2, pp=2, vpp=2, schedule="zb-v", tied=True), {}),
     (Case(m=2, micro_batch=4, tp=2, sp=True, dp=2, zero=1, vocab=131), {}),
-    (Case(m=2, dp=4, zero=1), {"bucket_mb": 0.01, "name": "muon", "ema_decay": 0.9}),
-    (Case(m=2, dp=2, zero=0, family="qwen2"), {"bucket_mb": 0.02, "ema_decay": 0.9}),
-    (Case(m=2, micro_batch=4, pp=2), {"dtype": "float32"}),
+    (Case(m=2, dp=4, zero=1), {"optimizer": {"bucket_mb": 0.01, "name": "muon", "ema_decay": 0.9}}),
+    (Case(m=2, dp=2, zero=0, family="qwen2"), {"optimizer": {"bucket_mb": 0.02, "ema_decay": 0.9}}),
+    (Case(m=2, micro_batch=4, pp=2), {"train": {"dtype": "float32"}}),
+    (
+        Case(m=2, micro_batch=4, pp=3),
+        {"model": {"residual_dropout": 0.1, "embedding_dropout": 0.1}, "train": {"z_loss": 1e-3}},
+    ),
 ]
 
 
 def planned(case: Case, changes: Changes) -> RunConfig:
-    """Changes of the optimizer, or of the dtype; kernels named, as "auto" is planned as Triton."""
+    """Changes are by section; kernels are named, as "auto" is planned as Triton."""
     config = config_of(case, 2 * case.pp * case.vpp)
-    of_train = {name: value for name, value in changes.items() if name == "dtype"}
-    of_optimizer = {name: value for name, value in changes.items() if name != "dtype"}
+    sections = {"kernels": {"backend": "reference"}, **changes}
     return config.model_copy(
         update={
-            "train": config.train.model_copy(update=of_train),
-            "optimizer": config.optimizer.model_copy(update=of_optimizer),
-            "kernels": config.kernels.model_copy(update={"backend": "reference"}),
+            name: getattr(config, name).model_copy(update=values)
+            for name, values in sections.items()
         }
     )
 
