@@ -86,12 +86,12 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     return _finish(draft)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse one TOML file; raises ConfigError naming the file and, for syntax, the line."""
+def read_toml(path: Path, what: str = "config") -> dict[str, Any]:
+    """Parse one TOML file, a `what`; raises ConfigError naming it and, for syntax, the line."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); TOML is UTF-8") from None
     try:

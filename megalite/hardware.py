@@ -36,7 +36,7 @@ class Hardware(Section):
 
 def load_hardware(path: str | Path) -> Hardware:
     """Read one hardware file; raises ConfigError with every problem in it."""
-    tree = read_toml(Path(path))
+    tree = read_toml(Path(path), "hardware file")
     try:
         return Hardware.model_validate(tree)
     except ValidationError as error:

@@ -37,7 +37,7 @@ def plan(
         device = named_hardware(hardware)
     elif own is not None:
         device = load_hardware(own)
-    for line in report_lines(report, device):
+    for line in list(report_lines(report, device)):  # all, or an error alone
         typer.echo(line)
     if device is not None and not report.fits(device):
         for line in unfit_lines(report, device, changes_that_fit(report, device)):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megalite.batch_plan import batch_plan
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
 from megalite.cli.words import count, duration, number
 from megalite.config import RunConfig
@@ -20,6 +21,7 @@ from megalite.planner import RankMemory, Stage, beside_tensors, held_by, rank_me
 from megalite.schedules import Durations, Schedule, Timeline, simulate
 
 GIB = 2**30
+_LONG = 50_000  # actions
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Report:
         parallel = self.config.parallel
         return parallel.tp * parallel.pp * self.dp
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
-        return self.plan.schedule(self.plan.name)[0]
+        return self.plan.own
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -87,10 +89,18 @@ class Report:
         return self.plan.num_micro_batches * self.plan.model_share / self.timeline.makespan
 
     @cached_property
-    def even_bubble(self) -> float:
-        """The bubble if all stages took alike."""
+    def even_bubble(self) -> float | None:
+        """The bubble if all stages took alike; None for a schedule too long to ask twice."""
         p, v = self.schedule.p, self.schedule.v
-        return simulate(self.schedule, Durations.even(p, v)).bubble_fraction
+        if sum(map(len, self.schedule.ranks)) > _LONG:
+            return None
+        return abs(simulate(self.schedule, Durations.even(p, v)).bubble_fraction)
+
+    @property
+    def run_samples(self) -> int:
+        """Of all steps, a batch that grows included."""
+        steps = self.config.train.steps
+        return 0 if steps is None else batch_plan(self.config).first_sample(steps)
 
 
 def make_report(path: str, overrides: Sequence[str], gpus: int | None = None) -> Report:
@@ -139,8 +149,9 @@ def _what(report: Report) -> Iterator[str]:
     )
     asked = str(config.pipeline.schedule)
     chosen = "" if asked == plan.name else f"{asked}: "
-    bubble, even = (abs(x) for x in (report.timeline.bubble_fraction, report.even_bubble))
-    alike = f" ({even:.1%} if all stages took alike)" if abs(bubble - even) >= 5e-3 else ""
+    bubble, even = abs(report.timeline.bubble_fraction), report.even_bubble
+    differs = even is not None and abs(bubble - even) >= 5e-3
+    alike = f" ({even:.1%} if all stages took alike)" if differs else ""
     named = f"{chosen}{plan.name}, bubble {bubble:.1%}{alike}"
     yield f"schedule     {named}; recompute {train.recompute}"
 
@@ -184,10 +195,10 @@ def _time(report: Report, device: Hardware) -> Iterator[str]:
     else:
         seconds = report.step_flops / (peak * 1e12 * report.world_size) / report.utilised
         tokens = train.global_batch * report.config.data.seq_length / seconds / report.world_size
-        steps = train.steps or 0
+        all_steps = duration(seconds * report.run_samples / train.global_batch)
         yield (
-            f"time         at least {duration(seconds)} a step, {duration(seconds * steps)} for "
-            f"{number(steps, 'step')}; at most {tokens:,.0f} tokens/s a rank"
+            f"time         at least {duration(seconds)} a step, {all_steps} for "
+            f"{number(train.steps or 0, 'step')}; at most {tokens:,.0f} tokens/s a rank"
         )
         yield (
             f"             at the peak of {peak:g} TFLOP/s ({form}), of which bubble, balance and "

@@ -13,6 +13,7 @@ from functools import cached_property
 from megalite.config import RunConfig
 from megalite.config_check import require_valid, resolve
 from megalite.config_load import load_config
+from megalite.config_schedule import require_schedule
 from megalite.config_stages import stage_layer_counts
 from megalite.schedules import Durations, Schedule
 from megalite.train.pipeline_schedule import make_schedule, modelled_durations, schedule_name
@@ -43,6 +44,11 @@ class Plan:
         train = self.config.train
         return train.global_batch // (train.micro_batch * (self.config.parallel.dp or 1))
 
+    @cached_property
+    def own(self) -> Schedule:
+        """The run's schedule."""
+        return self.schedule(self.name)[0]
+
     def schedule(self, name: str) -> tuple[Schedule, Durations]:
         """A schedule in place of the config's. Raises ScheduleError where it does not fit."""
         pipeline = self.config.pipeline.model_copy(update={"schedule": name})
@@ -62,6 +68,7 @@ def plan_of(path: str, overrides: list[str], world_size: int | None = None) -> P
     loaded = load_config(path, overrides)
     require_valid(loaded.config, world_size, loaded.origins)
     config = resolve(loaded.config, world_size)
+    require_schedule(config)
     times = modelled_durations(config)
     total = sum(map(sum, _parts(times)))
     mean = total / config.parallel.pp
@@ -79,7 +86,7 @@ def _parts(times: Durations) -> tuple[tuple[float, ...], ...]:
 
 def stage_lines(plan: Plan) -> Iterator[str]:
     """Who has which layers, and how much of the work."""
-    parallel, place = plan.config.parallel, plan.schedule(plan.name)[0].place
+    parallel, place = plan.config.parallel, plan.own.place
     counts, work = stage_layer_counts(plan.config), plan.work()
     first = [sum(counts[:stage]) for stage in range(len(counts))]
     per_rank = [

@@ -32,12 +32,14 @@ class Held:
     activations: from its forward to its input gradient. checkpoint: in their place from its forward
     to its recomputation, if the schedule has one. deferred: from its input gradient to its weight
     gradient, where the two are split. working: what a backward takes at most beside these.
+    messages: what arrives and leaves meanwhile, of any microbatch.
     """
 
     activations: int
     checkpoint: int
     deferred: int
     working: int
+    messages: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def held_by(config: RunConfig, stage: Stage) -> Held:
         working=max(
             _layer_working_bytes(config, size) if layers else 0,
             _head_working_bytes(config, size) if stage.last else 0,
+            _embedding_working_bytes(config, size) if stage.first else 0,
         ),
+        messages=_message_bytes(config, size, stage),
     )
 
 
@@ -154,7 +158,7 @@ def _deferred_elements(size: _Sizes) -> int:
 def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:
     """While a feed-forward block goes back: gradients of its output, activation and input.
 
-    Attention's part has more of them but comes when what the block kept is free.
+    Or while attention does, which has more of them but comes when what that block kept is free.
     """
     recompute, element = config.train.recompute, BYTES[config.train.dtype]
     # Triton writes the gradient of what the activation took over that itself.
@@ -166,15 +170,31 @@ def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:
         elements += size.gathered  # the output's gradient of all tokens
     if recompute == "selective":
         elements += size.after
-    again = _layer_bytes(config, size, "none") - element * size.hidden
     # The mask of the block's dropout is free by then.
     mask = size.hidden if _keeps_masks(config, config.model.residual_dropout) else 0
-    return element * elements - mask + (again if recompute == "full" else 0)
+    free = 2 * size.hidden + size.before + (size.after if recompute != "selective" else 0)
+    heads = size.packed + size.context  # once more where turned heads are made again
+    attention = size.hidden + heads * (2 if recompute == "selective" else 1) + size.context - free
+    again = _layer_bytes(config, size, "none") - element * size.hidden
+    working = max(element * elements - mask, element * attention)
+    return working + (again if recompute == "full" else 0)
 
 
 def _head_working_bytes(config: RunConfig, size: _Sizes) -> int:
-    """The gradient of what the head takes, and a chunk of logits where they come in chunks."""
+    """The gradient of what the head takes, and a chunk of both where logits come in chunks."""
     chunk = min(size.tokens, config.train.loss_chunk_tokens)
     parts = 2 if config.parallel.sequence_parallel else 1
-    elements = parts * size.gathered + size.logits * chunk // size.tokens
+    elements = parts * size.gathered + (size.logits + size.gathered) * chunk // size.tokens
     return BYTES[config.train.dtype] * elements
+
+
+def _embedding_working_bytes(config: RunConfig, size: _Sizes) -> int:
+    """The gradient of its rows, of all tokens too where they were gathered."""
+    gathered = size.gathered if config.parallel.sequence_parallel else 0
+    return BYTES[config.train.dtype] * (size.hidden + gathered)
+
+
+def _message_bytes(config: RunConfig, size: _Sizes, stage: Stage) -> int:
+    """Boundary tensors on their way: one that arrives and one that leaves, for each neighbour."""
+    neighbours = (not stage.first) + (not stage.last)
+    return 2 * neighbours * BYTES[config.train.dtype] * size.hidden

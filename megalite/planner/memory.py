@@ -22,7 +22,7 @@ from megalite.schedules.memory import Held, memory_over_time, peak_memory
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on one rank. `activations`: the most that its schedule holds at once, with weight
-    gradients that are put off; `working`: what one backward takes beside that.
+    gradients that are put off; `working`: what a backward, and messages, take beside that.
     """
 
     states: States
@@ -56,6 +56,6 @@ def rank_memory(
     for rank, line in enumerate(lines):
         mine = schedule.stages_of(rank)
         states = rank_states(config, [stages[s] for s in mine])
-        working = max(held[s].working for s in mine)
+        working = max(held[s].working for s in mine) + sum(held[s].messages for s in mine)
         ranks.append(RankMemory(states, round(peak_memory(line)), working))
     return ranks

@@ -14,7 +14,7 @@ from megalite.errors import ScheduleError
 from megalite.schedules.action import Schedule
 from megalite.schedules.builders import family_peak
 from megalite.schedules.catalogue import KINDS, build, family_name
-from megalite.schedules.memory import peak_live
+from megalite.schedules.memory import peak_deferred, peak_live
 from megalite.schedules.simulate import Durations, simulate
 
 AUTO = "auto"
@@ -35,15 +35,23 @@ class Candidate:
 
 
 def tune(
-    p: int, v: int, m: int, durations: Durations | None = None, memory: float | None = None
+    p: int,
+    v: int,
+    m: int,
+    durations: Durations | None = None,
+    memory: float | None = None,
+    *,
+    fused: bool = False,
 ) -> list[Candidate]:
     """Candidates that fit `memory` (whole-rank activations of one microbatch; default: those of
     1f1b), best first: shortest step, then least memory, then name. Raises ScheduleError when none
     fits.
+
+    fused: only those that put no weight gradient off, for runs that recompute what one would keep.
     """
     times = durations or Durations.even(p, v)
     allowed = memory_of_1f1b(p, v, m) if memory is None else memory
-    tried = [_try(name, p, v, m, times) for name in candidate_names(p, v, m)]
+    tried = [_try(name, p, v, m, times, fused) for name in candidate_names(p, v, m, fused=fused)]
     fitting = [one for one in tried if one is not None and one.memory <= allowed + 1e-9]
     if not fitting:
         least = min(one.memory for one in tried if one is not None)
@@ -62,7 +70,7 @@ def _order(one: Candidate, shortest: float) -> tuple[bool, float, float, int, st
     return longer, first, second, len(one.name), one.name
 
 
-def candidate_names(p: int, v: int, m: int) -> Iterator[str]:
+def candidate_names(p: int, v: int, m: int, *, fused: bool = False) -> Iterator[str]:
     """Every name that `tune` tries: named schedules first, then members of the family."""
     for kind in KINDS.values():
         if kind.allows(v) and (kind.name != "dualpipe-v" or m >= 2 * p):
@@ -73,13 +81,19 @@ def candidate_names(p: int, v: int, m: int) -> Iterator[str]:
     for group in groups:
         for f in _WARM_UPS:
             for lag in _LAGS:
-                yield family_name(f, lag, group)
+                yield family_name(f, lag, group, fused=fused)
 
 
-def _try(name: str, p: int, v: int, m: int, durations: Durations) -> Candidate | None:
-    """None for a candidate that deadlocks, as large groups can with few microbatches."""
+def _try(
+    name: str, p: int, v: int, m: int, durations: Durations, fused: bool = False
+) -> Candidate | None:
+    """None for a candidate that deadlocks, as large groups can with few microbatches, or that puts
+    weight gradients off where it must not.
+    """
     try:
         schedule = build(name, p, v, m)
+        if fused and any(peak_deferred(schedule)):
+            return None
         line = simulate(schedule, durations)
     except ScheduleError:
         return None

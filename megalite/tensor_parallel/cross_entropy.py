@@ -190,6 +190,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 dx_TD[c] = tp.ops.linear_input_grad(dlogits, weight_vD)
                 if buffer_vD is not None:
                     tp.ops.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
+                del logits, dlogits  # or they would stand beside the next chunk's
 
         if ctx.weight.requires_grad:
             tp.grads.add(ctx.weight, accumulate)

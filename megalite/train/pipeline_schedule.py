@@ -17,8 +17,9 @@ def schedule_name(config: RunConfig) -> str:
         return name
     # Chosen for the full batch: while a batch grows, stages must not change their ranks.
     full = config.train.global_batch // (config.train.micro_batch * (parallel.dp or 1))
-    limit = config.pipeline.max_activations
-    return tune(parallel.pp, parallel.vpp, full, modelled_durations(config), limit)[0].name
+    limit, times = config.pipeline.max_activations, modelled_durations(config)
+    fused = config.train.recompute in ("full", "stage")
+    return tune(parallel.pp, parallel.vpp, full, times, limit, fused=fused)[0].name
 
 
 def make_schedule(config: RunConfig, num_micro_batches: int) -> Schedule:

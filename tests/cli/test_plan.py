@@ -92,6 +92,22 @@ def test_the_time_is_that_at_the_data_sheets_peak() -> None:
     assert rate.endswith(f"leave {report.utilised:.1%} to the model")
 
 
+def test_a_growing_batch_makes_a_shorter_run() -> None:
+    ramp = ["batch_ramp_start=1", "batch_ramp_increment=1", "batch_ramp_samples=200"]
+    fixed = ["train.steps=40", "parallel.dp=1", "train.micro_batch=1"]
+    growing = [*fixed, *(f"train.{text}" for text in ramp)]
+    taken = []
+    for options in (fixed, growing):
+        found = re.search(
+            r"([\d.]+) ms for 40 steps", lines(SMALL, *options, "--hardware", "h100")[-2]
+        )
+        assert found is not None
+        taken.append(float(found[1]))
+    share = make_report(SMALL, growing).run_samples / (40 * 8)
+    assert share < 0.9
+    assert taken[1] / taken[0] == pytest.approx(share, rel=0.02)
+
+
 def test_recomputation_is_counted_alike_within_a_backward_and_before_it() -> None:
     """A whole stage again costs what its layers again do, and the head."""
     options = ["pipeline.schedule=1f1b", "parallel.vpp=1"]

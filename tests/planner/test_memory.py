@@ -26,6 +26,7 @@ LAYOUTS: list[tuple[Case, Changes]] = [
     (Case(m=2, micro_batch=4, pp=2, vpp=2, schedule="interleaved", recompute="full"), {}),
     (Case(m=2, micro_batch=4, pp=2, family="qwen3", tied=True), {}),
     (Case(m=2, micro_batch=4, pp=2, family="gpt2", chunk_tokens=7), {}),
+    (Case(m=2, micro_batch=4, pp=2, vocab=513, chunk_tokens=16), {}),
     (Case(m=2, micro_batch=4, tp=2, sp=True, pp=2, tied=True, kv_heads=2), {}),
     (Case(m=2, micro_batch=4, tp=2, pp=2, vpp=2, schedule="zb-v", tied=True), {}),
     (Case(m=2, micro_batch=4, tp=2, sp=True, dp=2, zero=1, vocab=131), {}),
@@ -100,6 +101,20 @@ def rank_bytes(ctx: Any, case: Case, changes: Changes) -> tuple[Any, list[Any]]:
         least = [min(column) for column in zip(*triples, strict=True)]
         chunks.append((stage, held_by(engine.config, stage), least))
     return (rank_states(engine.config, mine), counted), chunks
+
+
+@pytest.mark.parametrize("sizes", [{"head_dim": 64}, {"ffn_hidden_size": 8}], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_attention_that_outweighs_its_block_is_bounded(
+    pool: RankPool, recompute: str, sizes: dict[str, int]
+) -> None:
+    """Then attention's backward takes most; on the CPU with copies of torch's own."""
+    case = Case(m=2, micro_batch=4, pp=3, recompute=recompute)
+    results = pool.run(rank_bytes, case.world_size, case, {"model": sizes})
+    for _, [(stage, held, (after_forward, _, working))] in results[:2]:
+        assert not stage.last
+        assert after_forward == pytest.approx(held.activations, rel=1e-3)
+        assert 0.7 * held.working < working < 1.1 * held.working
 
 
 @pytest.mark.parametrize(("case", "changes"), LAYOUTS, ids=str)

@@ -17,6 +17,7 @@ from megalite.schedules.catalogue import KINDS
 from megalite.schedules.csv_form import read_csv, read_file, write_csv
 from megalite.schedules.draw_svg import draw_html, draw_svg
 from megalite.schedules.draw_text import draw_text, plain
+from megalite.schedules.memory import peak_deferred
 from megalite.schedules.trace import chrome_trace
 from megalite.schedules.tune import candidate_names, default_name, memory_of, memory_of_1f1b, tune
 
@@ -145,6 +146,15 @@ def test_the_tuner_stays_within_the_memory_and_prefers_lean_among_equals() -> No
         assert memory_of(best) == ranked[0].memory
         assert simulate(best, times).makespan == ranked[0].step
     assert tune(4, 2, 16, times, 6.0)[0].step <= tune(4, 2, 16, times, 3.0)[0].step
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 4), (4, 1, 16), (4, 2, 9), (3, 2, 6)])
+def test_a_fused_choice_puts_no_weight_gradient_off(p: int, v: int, m: int) -> None:
+    ranked = tune(p, v, m, fused=True)
+    assert all(not any(peak_deferred(build(one.name, p, v, m))) for one in ranked)
+    free = tune(p, v, m)
+    assert free[0].step <= ranked[0].step
+    assert len(ranked) < len(free)
 
 
 @pytest.mark.long
