@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -21,13 +22,14 @@ def plan(
         str | None,
         typer.Option(metavar="NAME|TOML", help="The GPU: h100 and the like, or a file."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
 ) -> None:
     """Show a run's stages, the memory of its ranks, and the least time of a step.
 
     Ends with exit code 2 where a rank takes more memory than the GPU has.
     """
     from megalite.cli.plan_fit import changes_that_fit, unfit_lines
-    from megalite.cli.plan_report import make_report, report_lines
+    from megalite.cli.plan_report import make_report, report_lines, report_values
     from megalite.hardware import load_hardware, named_hardware
 
     report = make_report(config, overrides or [], gpus)
@@ -37,9 +39,18 @@ def plan(
         device = named_hardware(hardware)
     elif own is not None:
         device = load_hardware(own)
-    for line in list(report_lines(report, device)):  # all, or an error alone
-        typer.echo(line)
-    if device is not None and not report.fits(device):
-        for line in unfit_lines(report, device, changes_that_fit(report, device)):
-            typer.echo(line)
+    unfit = device is not None and not report.fits(device)
+    changes = changes_that_fit(report, device) if device is not None and unfit else []
+    if as_json:
+        values = report_values(report, device)
+        values["changes"] = [
+            {"settings": list(change), "process_bytes": other.most_bytes}
+            for change, other in changes
+        ]
+        typer.echo(json.dumps(values, indent=2, allow_nan=False))
+    else:
+        lines = list(report_lines(report, device))  # all, or an error alone
+        lines += unfit_lines(report, device, changes) if device is not None and unfit else []
+        typer.echo("\n".join(lines))
+    if unfit:
         raise typer.Exit(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megalite.batch_plan import batch_plan
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
@@ -102,6 +103,23 @@ class Report:
         steps = self.config.train.steps
         return 0 if steps is None else batch_plan(self.config).first_sample(steps)
 
+    def least_step_s(self, device: Hardware) -> float | None:
+        """Seconds of a step of the full batch at the device's peak; None if that is not known."""
+        train = self.config.train
+        peak = peak_of(device, number_format(train.dtype, train.tf32))
+        if peak is None:
+            return None
+        return self.step_flops / (peak * 1e12 * self.world_size) / self.utilised
+
+    def run_s(self, step_s: float) -> float:
+        """Of all steps, where one of the full batch takes `step_s`."""
+        return step_s * self.run_samples / self.config.train.global_batch
+
+    def tokens_per_s(self, step_s: float) -> float:
+        """Of a rank."""
+        tokens = self.config.train.global_batch * self.config.data.seq_length
+        return tokens / step_s / self.world_size
+
 
 def make_report(path: str, overrides: Sequence[str], gpus: int | None = None) -> Report:
     """Raises ConfigError as `megalite train` would, and ScheduleError."""
@@ -189,23 +207,66 @@ def _memory_table(report: Report) -> Iterator[str]:
 def _time(report: Report, device: Hardware) -> Iterator[str]:
     train, tp = report.config.train, report.config.parallel.tp
     form = number_format(train.dtype, train.tf32)
-    peak = peak_of(device, form)
-    if peak is None:
+    seconds = report.least_step_s(device)
+    if seconds is None:
         yield f"time         n/a: {device.name} has no known peak in {form}"
     else:
-        seconds = report.step_flops / (peak * 1e12 * report.world_size) / report.utilised
-        tokens = train.global_batch * report.config.data.seq_length / seconds / report.world_size
-        all_steps = duration(seconds * report.run_samples / train.global_batch)
+        all_steps = duration(report.run_s(seconds))
         yield (
             f"time         at least {duration(seconds)} a step, {all_steps} for "
-            f"{number(train.steps or 0, 'step')}; at most {tokens:,.0f} tokens/s a rank"
+            f"{number(train.steps or 0, 'step')}; at most {report.tokens_per_s(seconds):,.0f} "
+            "tokens/s a rank"
         )
         yield (
-            f"             at the peak of {peak:g} TFLOP/s ({form}), of which bubble, balance and "
-            f"recomputation leave {report.utilised:.1%} to the model"
+            f"             at the peak of {peak_of(device, form):g} TFLOP/s ({form}), of which "
+            f"bubble, balance and recomputation leave {report.utilised:.1%} to the model"
         )
     if tp > device.gpus_per_node:
         yield (
             f"note: parallel.tp={tp} is more than the {device.gpus_per_node} GPUs of a node: the "
             "collectives of every layer cross the network"
         )
+
+
+def report_values(report: Report, device: Hardware | None) -> dict[str, Any]:
+    """The report as plain values, bytes and seconds; None for what is not known."""
+    config, plan = report.config, report.plan
+    parallel = config.parallel
+    step_s = None if device is None else report.least_step_s(device)
+    return {
+        "parameters": parameter_counts(config.model).total,
+        "layout": {
+            "tp": parallel.tp,
+            "pp": parallel.pp,
+            "dp": report.dp,
+            "vpp": parallel.vpp,
+            "ranks": report.world_size,
+            "zero": config.optimizer.zero,
+        },
+        "step_flops": report.step_flops,
+        "micro_batches": plan.num_micro_batches,
+        "schedule": {"name": plan.name, "bubble": abs(report.timeline.bubble_fraction)},
+        "utilised": report.utilised,
+        "stages": [
+            {"pipeline_rank": stage.rank, "layers": list(stage.layers), "work": work}
+            for stage, work in zip(report.stages, plan.work(), strict=True)
+        ],
+        "pipeline_ranks": [
+            {
+                "parameters": memory.states.num_parameters,
+                "weights_bytes": memory.states.weights,
+                "gradients_bytes": memory.states.gradients,
+                "optimizer_bytes": memory.states.optimizer,
+                "activations_bytes": memory.activations,
+                "working_bytes": memory.working,
+                "total_bytes": memory.total,
+            }
+            for memory in report.ranks
+        ],
+        "process_bytes": report.most_bytes,
+        "device": None if device is None else device.name,
+        "fits": None if device is None else report.fits(device),
+        "least_step_s": step_s,
+        "least_run_s": None if step_s is None else report.run_s(step_s),
+        "most_tokens_per_s_a_rank": None if step_s is None else report.tokens_per_s(step_s),
+    }

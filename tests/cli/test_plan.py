@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,26 @@ def test_less_is_held_the_more_is_recomputed() -> None:
         for kind in ("none", "selective", "full")
     ]
     assert held[0] > held[1] > 3 * held[2]
+
+
+def test_json_has_the_same_values(one_gpu: str) -> None:
+    report = make_report(LARGE, [], 64)
+    values = json.loads("\n".join(lines(LARGE, *ON_H100, "--json")))
+    assert values["layout"] == {"tp": 8, "pp": 2, "dp": 4, "vpp": 4, "ranks": 64, "zero": 1}
+    totals = [rank["total_bytes"] for rank in values["pipeline_ranks"]]
+    assert totals == [memory.total for memory in report.ranks]
+    for rank in values["pipeline_ranks"]:
+        parts = [n for name, n in rank.items() if name not in ("parameters", "total_bytes")]
+        assert sum(parts) == rank["total_bytes"]
+    assert [layer for stage in values["stages"] for layer in stage["layers"]] == list(range(32))
+    assert values["fits"]
+    assert values["changes"] == []
+    assert values["least_run_s"] == pytest.approx(100_000 * values["least_step_s"])
+    done = run(one_gpu, "--gpus", "16", "--hardware", "h100", "--json")
+    assert done.exit_code == 2
+    assert not json.loads(done.stdout)["fits"]
+    assert ["train.micro_batch=1"] in [c["settings"] for c in json.loads(done.stdout)["changes"]]
+    assert json.loads(run(LARGE, "--json").stdout)["fits"] is None
 
 
 def test_a_process_takes_more_than_its_tensors() -> None:
