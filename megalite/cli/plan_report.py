@@ -193,7 +193,7 @@ def _memory_table(report: Report) -> Iterator[str]:
             for part, width in zip(parts, (9, 11, 11, 13, 9, 10), strict=True)
         ]
         yield f"{rank:>5}  {count(states.num_parameters):>10}{''.join(cells)}"
-    longest = max(report.stages, key=lambda stage: len(stage.layers))
+    longest = max(report.stages, key=lambda stage: (len(stage.layers), not stage.first))
     held = held_by(report.config, longest)
     microbatch = f"{held.activations / 2**20:,.1f} MiB"
     if report.config.train.recompute == "stage":

@@ -245,6 +245,13 @@ def test_json_has_the_same_values(one_gpu: str) -> None:
     assert json.loads(run(LARGE, "--json").stdout)["fits"] is None
 
 
+def test_a_stage_that_is_recomputed_waits_with_its_input() -> None:
+    found = lines(SMALL, "train.recompute=stage")
+    waiting = next(line for line in found if line.startswith("tensors of a rank"))
+    boundary = 2 * 128 // 2 * 160 * 4 / 2**20  # two sequences, cut over tp, in float32
+    assert f"holds {boundary:.1f} MiB, 1.2 MiB once recomputed," in waiting
+
+
 def test_a_process_takes_more_than_its_tensors() -> None:
     report = make_report(LARGE, [], 64)
     tensors = report.ranks[report.fullest].total
