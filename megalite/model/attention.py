@@ -76,9 +76,8 @@ class SelfAttention(nn.Module):
         """Norm heads, rotate and attend: [T, k, g + 2, H] -> [T, n * H]."""
         if self.head_norm is not None:
             qkv_TkgH = self.head_norm(qkv_TkgH)
-        q, k, v = _SplitRotate.apply(
-            qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, self.recompute_core
-        )
+        stays = self.recompute_core or not torch.is_grad_enabled()
+        q, k, v = _SplitRotate.apply(qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, stays)
         tokens, head_dim = len(q), q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
         return self.ops.attention(
@@ -95,8 +94,8 @@ class SelfAttention(nn.Module):
 
 
 class _SplitRotate(torch.autograd.Function):
-    """packed_stays: somebody else keeps the packed heads for the backward. Otherwise values are
-    copied out of them, or they would stay for the values alone.
+    """packed_stays: no backward keeps the packed heads, or somebody else does anyway. Otherwise
+    values are copied out of them, or they would stay for the values alone.
     """
 
     @staticmethod
