@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,11 @@ def resident_bytes(field: str) -> int:
 
 
 def run_and_note_peak(config: RunConfig, stop_at: int | None, note: Path) -> None:
-    """In a fork: train, then write by how much the peak lay above the start."""
+    """In a fork: train, then write by how much the peak lay above the start.
+
+    What earlier tests freed and malloc kept is given back first, or the run would fill it unseen.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # start a new peak
     before = resident_bytes("VmRSS")
     Trainer(config, Mesh(Topology())).run(stop_at)
@@ -54,5 +59,5 @@ def test_resuming_needs_no_second_copy_of_the_state(tmp_path: Path, dtype: str) 
         assert in_child(lambda at=stop_at, to=note: run_and_note_peak(config, at, to)) == 0
         peaks.append(int(note.read_text()))
     first, resumed = peaks
-    assert first > 150 * MIB, f"the state must dominate, the run took {first / MIB:.0f} MiB"
+    assert first > 240 * MIB, f"the state must dominate, the run took {first / MIB:.0f} MiB"
     assert resumed <= ALLOWED_GROWTH * first, f"{resumed / MIB:.0f} of {first / MIB:.0f} MiB"
