@@ -9,30 +9,23 @@ from megalite.kernels.dispatch import Backend, select
 from megalite.kernels.errors import BackendError
 from megalite.kernels.operations import Kernels
 from megalite.kernels.reference import (
-    RopeScaling,
     accumulate_weight_grad_,
     bias_grad,
+    embedding_grad_,
+    linear,
+    linear_input_grad,
+)
+from megalite.kernels.reference_activations import gelu, gelu_grad, swiglu, swiglu_grad
+from megalite.kernels.reference_attention import attention
+from megalite.kernels.reference_dropout import AttentionDropout, dropout, dropout_mask
+from megalite.kernels.reference_loss import (
     cross_entropy_combine,
     cross_entropy_grad_,
     cross_entropy_stats,
-    embedding_grad_,
-    gelu,
-    gelu_grad,
-    layer_norm,
-    layer_norm_grad,
-    linear,
-    linear_input_grad,
-    rms_norm,
-    rms_norm_grad,
-    rope_tables,
-    rotate,
-    rotate_grad_,
-    swiglu,
-    swiglu_grad,
 )
-from megalite.kernels.reference_attention import attention
-from megalite.kernels.reference_dropout import AttentionDropout, dropout, dropout_mask
 from megalite.kernels.reference_moe import RowMap
+from megalite.kernels.reference_norms import layer_norm, layer_norm_grad, rms_norm, rms_norm_grad
+from megalite.kernels.reference_rope import RopeScaling, rope_tables, rotate, rotate_grad_
 
 __all__ = [
     "AttentionDropout",

@@ -25,7 +25,7 @@ from megalite.kernels import (
     library_pointwise,
 )
 from megalite.kernels.intervals import Intervals, document_intervals
-from megalite.kernels.reference import IGNORE_INDEX
+from megalite.kernels.reference_loss import IGNORE_INDEX
 from megalite.kernels.reference_moe import RowMap
 from megalite.kernels.triton_common import rows_readable, vector
 from torch import Tensor

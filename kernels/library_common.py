@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
-from megalite.kernels import reference
 from megalite.kernels.dispatch import select
 from megalite.kernels.operations import Kernels
+from megalite.kernels.reference_blocks import sum_dtype
 from torch import Tensor
 
 _AS_IT_IS = nullcontext()
@@ -35,11 +35,6 @@ def stated_types(x: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
-def own(x: Tensor) -> Tensor:
-    """x, or a copy where a gradient would overwrite it: operators write into no argument."""
-    return x.clone() if ops_of(x).consumes else x
-
-
 def new_stats(x: Tensor, *shape: int) -> Tensor:
     """An empty tensor in the summing type of x's."""
-    return x.new_empty(shape, dtype=reference.sum_dtype(x.dtype))
+    return x.new_empty(shape, dtype=sum_dtype(x.dtype))

@@ -1,10 +1,13 @@
-"""Activations, rotation and dropout as custom operators; shapes as in `reference`."""
+"""Activations, rotation and dropout as custom operators; shapes as in `reference`.
+
+An operator writes into no argument, so a gradient that is written over h gets a copy of it.
+"""
 
 from __future__ import annotations
 
 import torch
 from megalite.kernels.checks import check_indices
-from megalite.kernels.library_common import new_stats, ops_of, own
+from megalite.kernels.library_common import new_stats, ops_of
 from torch import Tensor
 from torch.library import custom_op
 
@@ -23,7 +26,7 @@ def _(h_T2f: Tensor) -> Tensor:
 @custom_op("megalite::swiglu_grad", mutates_args=())
 def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor) -> Tensor:
     """dh[T, 2f]."""
-    return ops_of(h_T2f).swiglu_grad(da_Tf, own(h_T2f))[0]
+    return ops_of(h_T2f).swiglu_grad(da_Tf, h_T2f.clone())[0]
 
 
 @swiglu_grad.register_fake
@@ -47,7 +50,7 @@ def bias_gelu_grad(
     da_Tf: Tensor, h_Tf: Tensor, bias_f: Tensor | None, erf: bool
 ) -> tuple[Tensor, Tensor]:
     """(dh[T, f], dbias[f], of no elements without a bias)."""
-    dh_Tf, dbias_f = ops_of(h_Tf).bias_gelu_grad(da_Tf, own(h_Tf), bias_f, erf=erf)
+    dh_Tf, dbias_f = ops_of(h_Tf).bias_gelu_grad(da_Tf, h_Tf.clone(), bias_f, erf=erf)
     return dh_Tf, new_stats(h_Tf, 0) if dbias_f is None else dbias_f
 
 

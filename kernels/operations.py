@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from megalite.kernels import (
     reference,
+    reference_activations,
     reference_attention,
     reference_dropout,
     reference_intervals,
+    reference_loss,
     reference_moe,
+    reference_norms,
+    reference_rope,
 )
 from megalite.kernels.adamw_operations import ReferenceAdamW
 from megalite.kernels.intervals import Intervals, check_documents
@@ -37,7 +41,7 @@ class Kernels(ReferenceAdamW):
     """Every operation in plain torch."""
 
     name = "reference"
-    consumes = False  # whether gradients may overwrite what the forward saved for them
+    uses_tables = False  # whether a table says how each kernel is launched
 
     def check_model(self, head_dim: int, hidden_size: int) -> None:
         """Raise BackendError for a model of a shape that the operations do not take."""
@@ -53,7 +57,7 @@ class Kernels(ReferenceAdamW):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(y[T, D], s[T, D], rstd[T, 1]) of s = x + residual, rounded before the norm."""
         s_TD = x_TD if residual_TD is None else x_TD + residual_TD
-        y_TD, rstd_T1 = reference.rms_norm(s_TD, weight_D, eps)
+        y_TD, rstd_T1 = reference_norms.rms_norm(s_TD, weight_D, eps)
         return y_TD, s_TD, rstd_T1
 
     def rms_norm_grad(
@@ -65,7 +69,7 @@ class Kernels(ReferenceAdamW):
         ds_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(dx[T, D], dweight[D]); ds: the gradient that reaches s past the norm, added to dx."""
-        dx_TD, dweight_D = reference.rms_norm_grad(dy_TD, s_TD, weight_D, rstd_T1)
+        dx_TD, dweight_D = reference_norms.rms_norm_grad(dy_TD, s_TD, weight_D, rstd_T1)
         return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D
 
     def layer_norm(
@@ -78,7 +82,7 @@ class Kernels(ReferenceAdamW):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(y[T, D], s[T, D], mean[T, 1], rstd[T, 1]) of s = x + residual, rounded first."""
         s_TD = x_TD if residual_TD is None else x_TD + residual_TD
-        y_TD, mean_T1, rstd_T1 = reference.layer_norm(s_TD, weight_D, bias_D, eps)
+        y_TD, mean_T1, rstd_T1 = reference_norms.layer_norm(s_TD, weight_D, bias_D, eps)
         return y_TD, s_TD, mean_T1, rstd_T1
 
     def layer_norm_grad(
@@ -91,7 +95,7 @@ class Kernels(ReferenceAdamW):
         ds_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dx[T, D], dweight[D], dbias[D]); ds as in `rms_norm_grad`."""
-        dx_TD, dweight_D, dbias_D = reference.layer_norm_grad(
+        dx_TD, dweight_D, dbias_D = reference_norms.layer_norm_grad(
             dy_TD, s_TD, weight_D, mean_T1, rstd_T1
         )
         return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D, dbias_D
@@ -101,7 +105,7 @@ class Kernels(ReferenceAdamW):
     ) -> tuple[Tensor, Tensor]:
         """(y[T, k, g + 2, H], rstd): RMSNorm of each query head and key head; values are copied."""
         queries = qkv_TkgH.shape[2] - 2
-        normed, rstd = reference.rms_norm(
+        normed, rstd = reference_norms.rms_norm(
             qkv_TkgH[:, :, : queries + 1], _head_rows(q_weight_H, k_weight_H, queries), eps
         )
         return torch.cat([normed, qkv_TkgH[:, :, queries + 1 :]], 2), rstd
@@ -117,7 +121,7 @@ class Kernels(ReferenceAdamW):
         """(dqkv[T, k, g + 2, H], dq_weight[H], dk_weight[H]) of `head_norm`."""
         queries = qkv_TkgH.shape[2] - 2
         heads = slice(queries + 1)
-        dx, dweight = reference.rms_norm_grad(
+        dx, dweight = reference_norms.rms_norm_grad(
             dy_TkgH[:, :, heads],
             qkv_TkgH[:, :, heads],
             _head_rows(q_weight_H, k_weight_H, queries),
@@ -129,35 +133,35 @@ class Kernels(ReferenceAdamW):
 
     def swiglu(self, h_T2f: Tensor) -> Tensor:
         """a[T, f] = silu(h[:, :f]) * h[:, f:]."""
-        return reference.swiglu(h_T2f)
+        return reference_activations.swiglu(h_T2f)
 
     def swiglu_grad(
         self, da_Tf: Tensor, h_T2f: Tensor, recompute: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(dh[T, 2f], a[T, f] where `recompute`); h may be overwritten, it serves once."""
-        a_Tf = reference.swiglu(h_T2f) if recompute else None
-        return reference.swiglu_grad(da_Tf, h_T2f), a_Tf
+        """(dh[T, 2f], written over h, and a[T, f] where `recompute`); so h serves once."""
+        a_Tf = reference_activations.swiglu(h_T2f) if recompute else None
+        return reference_activations.swiglu_grad(da_Tf, h_T2f, out=h_T2f), a_Tf
 
     def gelu(self, h_Tf: Tensor) -> Tensor:
         """a[T, f] = gelu(h), tanh form."""
-        return reference.gelu(h_Tf)
+        return reference_activations.gelu(h_Tf)
 
     def gelu_grad(
         self, da_Tf: Tensor, h_Tf: Tensor, recompute: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(dh[T, f], a[T, f] where `recompute`); h may be overwritten, it serves once."""
-        a_Tf = reference.gelu(h_Tf) if recompute else None
-        return reference.gelu_grad(da_Tf, h_Tf), a_Tf
+        """(dh[T, f], written over h, and a[T, f] where `recompute`); so h serves once."""
+        a_Tf = reference_activations.gelu(h_Tf) if recompute else None
+        return reference_activations.gelu_grad(da_Tf, h_Tf, out=h_Tf), a_Tf
 
     def bias_gelu(self, h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool = False) -> Tensor:
         """a[T, f] = gelu(h + bias) in the tanh or the erf form."""
-        return reference.bias_gelu(h_Tf, bias_f, erf=erf)
+        return reference_activations.bias_gelu(h_Tf, bias_f, erf=erf)
 
     def bias_gelu_grad(
         self, da_Tf: Tensor, h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(dh[T, f], dbias[f] or None); h may be overwritten."""
-        return reference.bias_gelu_grad(da_Tf, h_Tf, bias_f, erf=erf)
+        """(dh[T, f], written over h, and dbias[f] or None)."""
+        return reference_activations.bias_gelu_grad(da_Tf, h_Tf, bias_f, erf=erf, out=h_Tf)
 
     def turn(
         self,
@@ -169,13 +173,13 @@ class Kernels(ReferenceAdamW):
         inverse: bool = False,
     ) -> Tensor:
         """x[T, N, H] with every head rotated by its token's position, or back; a new tensor."""
-        return reference.turn(x_TNH, cos_sh, sin_sh, position_T, inverse=inverse)
+        return reference_rope.turn(x_TNH, cos_sh, sin_sh, position_T, inverse=inverse)
 
     def rotate(
         self, qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) of packed heads, q and k turned by their position: `reference.rotate`."""
-        return reference.rotate(qkv_TkgH, cos_sh, sin_sh)
+        """(q, k, v) of packed heads, q and k turned by their position: `reference_rope.rotate`."""
+        return reference_rope.rotate(qkv_TkgH, cos_sh, sin_sh)
 
     def rotate_grad_(
         self,
@@ -187,7 +191,7 @@ class Kernels(ReferenceAdamW):
         sin_sh: Tensor,
     ) -> None:
         """Write the gradient of `rotate` into dqkv."""
-        reference.rotate_grad_(dqkv_TkgH, dq, dk, dv, cos_sh, sin_sh)
+        reference_rope.rotate_grad_(dqkv_TkgH, dq, dk, dv, cos_sh, sin_sh)
 
     def attention_mask(
         self, cu_seqlens: Sequence[int], window: int | None, device: torch.device
@@ -260,9 +264,9 @@ class Kernels(ReferenceAdamW):
 
     adamw_ = staticmethod(reference.adamw_)
     scale_cast = staticmethod(reference.scale_cast)
-    cross_entropy_stats = staticmethod(reference.cross_entropy_stats)
-    cross_entropy_combine = staticmethod(reference.cross_entropy_combine)
-    cross_entropy_grad_ = staticmethod(reference.cross_entropy_grad_)
+    cross_entropy_stats = staticmethod(reference_loss.cross_entropy_stats)
+    cross_entropy_combine = staticmethod(reference_loss.cross_entropy_combine)
+    cross_entropy_grad_ = staticmethod(reference_loss.cross_entropy_grad_)
 
 
 def _head_rows(q_weight_H: Tensor, k_weight_H: Tensor, queries: int) -> Tensor:

@@ -15,12 +15,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from megalite.kernels.reference import (
-    accumulate_weight_grad_,
-    linear,
-    linear_input_grad,
-    sum_dtype,
-)
+from megalite.kernels.reference import accumulate_weight_grad_, linear, linear_input_grad
+from megalite.kernels.reference_blocks import sum_dtype
 from megalite.kernels.triton_common import check_shape
 from torch import Tensor
 

@@ -42,7 +42,7 @@ def _summed(partial_PD: Tensor) -> Tensor:
 class TritonKernels(TritonAdamW, Kernels):
     """Every operation that has a Triton kernel by it."""
 
-    consumes = True
+    uses_tables = True
 
     def __init__(self, name: str = "triton") -> None:
         self.name = name

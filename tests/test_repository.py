@@ -68,7 +68,7 @@ sys.path.append({str(tmp_path / "site")!r})
 import kernels, megalite.kernels
 print(getattr(kernels, "ours", False), megalite.kernels.rms_norm.__module__)
 """
-    assert run_python(code, tmp_path) == "False megalite.kernels.reference\n"
+    assert run_python(code, tmp_path) == "False megalite.kernels.reference_norms\n"
 
 
 def test_kernels_are_not_visible_from_this_suite_nor_the_command(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megalite.config import RunConfig
 from megalite.planner.stages import Stage
 from megalite.planner.states import BYTES, sum_bytes
 
+_BLOCK_ELEMENTS = 1 << 19  # that plain torch works on at a time
 _ROW_BYTES = 9  # of a token: its int64 row of the embedding, and whether that is here
 
 
@@ -161,9 +162,9 @@ def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:
     Or while attention does, which has more of them but comes when what that block kept is free.
     """
     recompute, element = config.train.recompute, BYTES[config.train.dtype]
-    # Triton writes the gradient of what the activation took over that itself.
-    given = size.after + (size.before if config.kernels.backend == "reference" else 0)
-    elements = size.hidden + max(given, size.gathered)
+    # The gradient of what the activation took is written over that itself.
+    room = _reference_room(config, size) if config.kernels.backend == "reference" else 0
+    elements = size.hidden + max(size.after + room // element, size.gathered)
     if config.model.residual_dropout:
         elements += size.hidden  # the output's gradient as dropout lets it through
     if config.parallel.sequence_parallel:
@@ -180,12 +181,28 @@ def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:
     return working + (again if recompute == "full" else 0)
 
 
+def _reference_room(config: RunConfig, size: _Sizes) -> int:
+    """Bytes in which plain torch works on a block of the activation's input."""
+    ffn, wide = size.after // size.tokens, sum_bytes(config.train.dtype)
+    widened = wide > BYTES[config.train.dtype]
+    if config.model.gated:
+        whole = min(2 * ffn, -(-ffn // 32) * 32)
+        columns, across = whole + (3 * ffn if widened else 0), 2 * ffn
+    else:
+        columns, across = 4 * ffn if widened else 2 * ffn, ffn
+    rows = min(size.tokens, max(1, _BLOCK_ELEMENTS // across))
+    return rows * columns * wide
+
+
 def _head_working_bytes(config: RunConfig, size: _Sizes) -> int:
-    """The gradient of what the head takes, and a chunk of both where logits come in chunks."""
+    """The gradient of what the head takes, and a chunk of both where logits come in chunks.
+
+    Of a chunk's tokens also five numbers: labels, what their gradients are multiplied by, the like.
+    """
     chunk = min(size.tokens, config.train.loss_chunk_tokens)
     parts = 2 if config.parallel.sequence_parallel else 1
     elements = parts * size.gathered + (size.logits + size.gathered) * chunk // size.tokens
-    return BYTES[config.train.dtype] * elements
+    return BYTES[config.train.dtype] * elements + 5 * 8 * chunk
 
 
 def _embedding_working_bytes(config: RunConfig, size: _Sizes) -> int:

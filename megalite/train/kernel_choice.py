@@ -76,7 +76,7 @@ def plain_on_gpu(
     config: RunConfig, ops: Kernels, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """What to say where `auto` computes in plain torch although the device is a GPU: why."""
-    if config.kernels.backend != "auto" or device.type == "cpu" or ops.consumes:
+    if config.kernels.backend != "auto" or device.type == "cpu" or ops.uses_tables:
         return []
     told = _problem(device, dtype, {"backend": "triton"})
     return [] if told is None else [f"plain torch computes on {device.type}: {told}"]
@@ -84,7 +84,7 @@ def plain_on_gpu(
 
 def kernel_record(ops: Kernels) -> dict[str, Any]:
     """What decides the order of sums in a run's kernels, for its record and its checkpoints."""
-    return {"name": ops.name, "table": table_hash() if ops.consumes else None}
+    return {"name": ops.name, "table": table_hash() if ops.uses_tables else None}
 
 
 def kernel_notice(saved: Any, now: dict[str, Any], where: str) -> str | None:

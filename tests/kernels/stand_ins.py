@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megalite.kernels.reference import rms_norm, rms_norm_grad
 from megalite.kernels.reference_attention import attention
+from megalite.kernels.reference_norms import rms_norm, rms_norm_grad
 from torch import Tensor
 
 

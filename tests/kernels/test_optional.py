@@ -23,9 +23,9 @@ from megalite.kernels.optional_apex import (
     apex_rms_norm,
 )
 from megalite.kernels.optional_attention import PackedAttention, attention_adapter
-from megalite.kernels.reference import rms_norm, rms_norm_grad
 from megalite.kernels.reference_attention import attention
 from megalite.kernels.reference_dropout import AttentionDropout
+from megalite.kernels.reference_norms import rms_norm, rms_norm_grad
 from torch import Tensor
 
 from megalite.distributed.mesh import Mesh

@@ -78,6 +78,8 @@ def test_swiglu(shape, strides, dtype) -> None:
     assert_matches(dh, h64.grad)
     assert torch.equal(h, before[0])
     assert torch.equal(da, before[1])
+    assert kernels.swiglu_grad(da, h, out=h) is h
+    assert torch.equal(h, dh)
 
 
 def test_swiglu_of_large_gates_stays_finite() -> None:

@@ -247,3 +247,21 @@ def test_traffic_is_what_theory_says(pool, kind, sp, keep, tp) -> None:
         }
     for outcome in pool.run(run_layer, tp, sp, case):
         assert outcome.notes["ledger"] == want
+
+
+def test_a_second_backward_is_told_that_the_first_wrote_over_what_was_saved(pool) -> None:
+    """The gradient of the activation takes the place of its input."""
+    (message,) = pool.run(backward_twice, 1)
+    assert "modified by an inplace operation" in message
+
+
+def backward_twice(ctx) -> str:
+    layer = build(Case("gated"), tensor_parallel(ctx, False))
+    x = draw("x", *Case("gated").input_shape).flatten(1).requires_grad_()
+    y = layer(x.clone())
+    y.sum().backward(retain_graph=True)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

@@ -85,7 +85,7 @@ class Picky(Kernels):
     """Takes no model, as Triton with a head dim it has no kernels for."""
 
     name = "triton"
-    consumes = True
+    uses_tables = True
 
     def check_model(self, head_dim: int, hidden_size: int) -> None:
         raise BackendError(f"no kernel for a head dim of {head_dim}")
