@@ -17,6 +17,10 @@ from megalite.kernels import (
     cross_entropy_combine,
     cross_entropy_grad_,
     cross_entropy_stats,
+    gelu,
+    gelu_grad,
+    layer_norm,
+    layer_norm_grad,
     rms_norm,
     rms_norm_grad,
     rope_tables,
@@ -90,18 +94,53 @@ def norm_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
 
 
 def swiglu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool, widened: bool = False) -> Pair:
-    """widened: the formula with the intermediates in float32, too, as ours has them."""
+    """Ours writes the gradient over h, so each side starts from a copy, as a product would make.
+
+    widened: the formula with the intermediates in float32, too, as ours has them.
+    """
     h, da = (draw(sizes.tokens, n * sizes.ffn, dtype=dtype, seed=n) for n in (2, 1))
 
     def formula(h: Tensor) -> Tensor:
-        gate, up = (h.float() if widened else h).chunk(2, -1)
+        work = h.clone()
+        gate, up = (work.float() if widened else work).chunk(2, -1)
         return (F.silu(gate) * up).to(dtype)
 
     def ours() -> object:
-        return swiglu(h), swiglu_grad(da, h)
+        work = h.clone()
+        return swiglu(work), swiglu_grad(da, work, out=work)
 
     name = "swiglu beside float32" if widened else "swiglu"
     return _pair(name, sizes.layers, not widened, ours, formula, [h], da, quick)
+
+
+def gelu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
+    """As `swiglu_pair`: each side starts from a copy of h."""
+    h, da = (draw(sizes.tokens, 4 * sizes.hidden, dtype=dtype, seed=seed) for seed in (2, 1))
+
+    def formula(h: Tensor) -> Tensor:
+        return F.gelu(h.clone(), approximate="tanh")
+
+    def ours() -> object:
+        work = h.clone()
+        return gelu(work), gelu_grad(da, work, out=work)
+
+    return _pair("gelu", sizes.layers, False, ours, formula, [h], da, quick)
+
+
+def layer_norm_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
+    x, dy = (draw(sizes.tokens, sizes.hidden, dtype=dtype, seed=i) for i in (0, 1))
+    weight, bias = (draw(sizes.hidden, dtype=dtype, seed=i) for i in (2, 3))
+
+    def formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (sizes.hidden,), weight, bias, EPS)
+
+    def ours() -> object:
+        _, mean, rstd = layer_norm(x, weight, bias, EPS)
+        return layer_norm_grad(dy, x, weight, mean, rstd)
+
+    return _pair(
+        "layer_norm", 2 * sizes.layers + 1, False, ours, formula, [x, weight, bias], dy, quick
+    )
 
 
 def loss_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
@@ -224,7 +263,15 @@ def _pair(
 
 
 def all_pairs(sizes: Sizes, dtype: torch.dtype, quick: bool) -> list[Pair]:
-    makers = (norm_pair, swiglu_pair, loss_pair, rope_pair, attention_pair)
+    makers = (
+        norm_pair,
+        swiglu_pair,
+        loss_pair,
+        rope_pair,
+        attention_pair,
+        layer_norm_pair,
+        gelu_pair,
+    )
     pairs = [make(sizes, dtype, quick) for make in makers]
     if dtype != torch.float32:
         pairs.append(swiglu_pair(sizes, dtype, quick, widened=True))

@@ -44,8 +44,8 @@ def test_rows_and_the_sum_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert kernels.main(arguments) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     by_name = {row["operation"]: row for row in rows}
-    assert set(by_name) == {"norm", "swiglu", "cross_entropy", "rope", "attention", "adamw",
-                            "adamw beside fused", kernels.SUM}  # fmt: skip
+    assert set(by_name) == {"norm", "swiglu", "cross_entropy", "rope", "attention", "layer_norm",
+                            "gelu", "adamw", "adamw beside fused", kernels.SUM}  # fmt: skip
     parts = [by_name[name] for name in ("norm", "swiglu", "cross_entropy", "adamw")]
     assert by_name["norm"]["count"] == 3
     for side in ("ours_ms", "composed_ms"):
