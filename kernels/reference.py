@@ -3,13 +3,15 @@
 Shapes: T tokens, D model, F feed-forward, N query heads, K key/value heads, H head dim,
 V vocabulary; lower case = this rank's shard. Storage dtype in, storage dtype out; everything that
 sums (norms, softmax, loss, weight gradients) is computed in at least float32. On CPU, matrix
-products of 16-bit tensors are computed in float32 and rounded once: the machine has no fast 16-bit
-product, and the stored values are the same as with a float32 accumulator.
+products of 16-bit tensors are sums in float32, rounded once: by the processor's own instructions
+for bfloat16 where it has them, else of float32 copies.
 
 Functions that end in `_` write into their first argument.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from megalite.kernels.reference_blocks import low_precision_on_cpu, sum_dtype
@@ -22,7 +24,7 @@ _WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 
 def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """y[T, F] = x[T, D] @ weight[F, D]^T + bias[F]."""
-    if low_precision_on_cpu(x_TD):
+    if _widened(x_TD, weight_FD, bias_F):
         wide_F = None if bias_F is None else bias_F.float()
         return linear(x_TD.float(), weight_FD.float(), wide_F).to(x_TD.dtype)
     if bias_F is not None:
@@ -32,9 +34,28 @@ def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Ten
 
 def linear_input_grad(dy_TF: Tensor, weight_FD: Tensor) -> Tensor:
     """dx[T, D] = dy[T, F] @ weight[F, D]."""
-    if low_precision_on_cpu(dy_TF):
+    if _widened(dy_TF, weight_FD):
         return (dy_TF.float() @ weight_FD.float()).to(dy_TF.dtype)
     return dy_TF @ weight_FD
+
+
+def _widened(*factors: Tensor | None) -> bool:
+    """Whether a product is one of float32 copies: on CPU, of 16 bits that it has no product for."""
+    types = {x.dtype for x in factors if x is not None}
+    return any(low_precision_on_cpu(x) for x in factors if x is not None) and not (
+        types == {torch.bfloat16} and _multiplies_bfloat16()
+    )
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16: torch then calls oneDNN, which sums in float32.
+
+    Without such instructions torch's product is as exact, but many times slower than float32's.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch
+    named = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return named and torch.backends.mkldnn.is_available()
 
 
 def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> None:

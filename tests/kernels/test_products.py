@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megalite.kernels import reference
 
 from megalite import kernels
 from tests.kernels.numbers import (
@@ -19,10 +20,16 @@ from tests.tolerances import FLOAT32
 SHAPES = [(1, 1, 1), (7, 5, 3), (33, 300, 17)]  # T, D, F
 
 
+@pytest.fixture(params=["as it is", "without 16-bit products"])
+def processor(request, monkeypatch) -> None:
+    if request.param != "as it is":
+        monkeypatch.setattr(reference, "_multiplies_bfloat16", lambda: False)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_and_its_input_gradient(shape, strides, dtype) -> None:
+def test_linear_and_its_input_gradient(shape, strides, dtype, processor) -> None:
     tokens, width, features = shape
     x = with_strides(draw(tokens, width, dtype=dtype), strides)
     weight = with_strides(draw(features, width, dtype=dtype, seed=1), strides)
@@ -32,6 +39,18 @@ def test_linear_and_its_input_gradient(shape, strides, dtype) -> None:
     assert y.dtype == dx.dtype == dtype
     assert_matches(y, x.double() @ weight.double().t())
     assert_matches(dx, dy.double() @ weight.double())
+
+
+def test_products_of_sixteen_bits_are_rounded_once(processor) -> None:
+    """Long sums, sizes off the processor's tiles, and a bias as large as the sum."""
+    x, weight = (draw(n, 2050, seed=n).add(0.5).to(torch.bfloat16) for n in (67, 130))
+    whole = x.double() @ weight.double().t()
+    bias = whole.mean(0).to(torch.bfloat16)
+    assert_matches(kernels.linear(x, weight), whole)
+    assert_matches(kernels.linear(x, weight, bias), whole + bias.double())
+    assert_matches(kernels.linear(x, weight, bias.float()), whole + bias.double())
+    dy = draw(67, 130, seed=4).add(0.5).to(torch.bfloat16)
+    assert_matches(kernels.linear_input_grad(dy, weight), dy.double() @ weight.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
