@@ -20,10 +20,15 @@ from tests.tolerances import FLOAT32
 SHAPES = [(1, 1, 1), (7, 5, 3), (33, 300, 17)]  # T, D, F
 
 
-@pytest.fixture(params=["as it is", "without 16-bit products"])
+@pytest.fixture(params=["as it is", "MKL alone", "oneDNN"])
 def processor(request, monkeypatch) -> None:
-    if request.param != "as it is":
+    """What multiplies, whatever this machine would choose."""
+    if request.param == "MKL alone":
         monkeypatch.setattr(reference, "_multiplies_bfloat16", lambda: False)
+        monkeypatch.setattr(reference, "_mkl_leaves_half", lambda: False)
+    elif request.param == "oneDNN":
+        monkeypatch.setattr(reference, "_mkl_leaves_half", lambda: True)
+        monkeypatch.setattr(reference, "_SMALL_PRODUCT", 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,7 +61,7 @@ def test_products_of_sixteen_bits_are_rounded_once(processor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weight_gradient_is_added_in_the_buffers_dtype(shape, strides, dtype) -> None:
+def test_weight_gradient_is_added_in_the_buffers_dtype(shape, strides, dtype, processor) -> None:
     tokens, width, features = shape
     x = with_strides(draw(tokens, width, dtype=dtype), strides)
     dy = with_strides(draw(tokens, features, dtype=dtype, seed=2), strides)
@@ -66,7 +71,7 @@ def test_weight_gradient_is_added_in_the_buffers_dtype(shape, strides, dtype) ->
     assert_matches(buffer, want)
 
 
-def test_sixteen_bit_weight_gradient_is_never_rounded_to_sixteen_bits() -> None:
+def test_sixteen_bit_weight_gradient_is_never_rounded_to_sixteen_bits(processor) -> None:
     x, dy = (draw(256, 8, dtype=torch.bfloat16, seed=s) for s in (0, 1))
     exact = dy.double().t() @ x.double()
     rounded = exact.to(torch.bfloat16)
@@ -77,13 +82,40 @@ def test_sixteen_bit_weight_gradient_is_never_rounded_to_sixteen_bits() -> None:
     assert relative_error(buffer, exact) <= FLOAT32
 
 
-def test_weight_gradient_of_an_expanded_upstream_gradient() -> None:
-    x = draw(6, 4)
-    dy = torch.ones((), dtype=torch.float64).expand(6, 3)  # what sum().backward() sends
-    buffer = torch.zeros(3, 4, dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weight_gradient_of_an_expanded_upstream_gradient(dtype, processor) -> None:
+    x, weight = draw(6, 4, dtype=dtype), draw(3, 4, dtype=dtype)
+    dy = torch.ones((), dtype=dtype).expand(6, 3)  # what sum().backward() sends
+    buffer = torch.zeros(3, 4, dtype=dtype)
     kernels.accumulate_weight_grad_(buffer, dy, x)
-    assert_matches(buffer, x.sum(0).expand(3, 4))
-    assert_matches(kernels.linear_input_grad(dy, draw(3, 4)), draw(3, 4).sum(0).expand(6, 4))
+    assert_matches(buffer, x.double().sum(0).expand(3, 4))
+    assert_matches(kernels.linear_input_grad(dy, weight), weight.double().sum(0).expand(6, 4))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_long_float32_products_and_their_autograd(bias, processor) -> None:
+    x, weight, dy = draw(70, 9000), draw(50, 9000, seed=1), draw(70, 50, seed=2)
+    b = draw(50, seed=3) if bias else None
+    leaves = [t.float().requires_grad_() for t in (x, weight, b) if t is not None]
+    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
+    want = exact_leaves[0] @ exact_leaves[1].t() + (exact_leaves[2] if bias else 0)
+    want.backward(dy)
+    y = kernels.linear(*leaves)
+    y.backward(dy.float())
+    with torch.no_grad():
+        assert_matches(kernels.linear(*leaves), want)
+    assert_matches(y, want)
+    for got, wanted in zip(leaves, exact_leaves, strict=True):
+        assert_matches(got.grad, wanted.grad)
+
+
+def test_products_without_rows_or_sums(processor) -> None:
+    for tokens, width, features in ((0, 5, 7), (5, 0, 7), (5, 7, 0)):
+        x, weight = torch.ones(tokens, width), torch.ones(features, width)
+        assert torch.equal(kernels.linear(x, weight), torch.zeros(tokens, features))
+        buffer, dy = torch.ones(features, width), torch.ones(tokens, features)
+        kernels.accumulate_weight_grad_(buffer, dy, x)
+        assert torch.equal(buffer, torch.ones(features, width))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
