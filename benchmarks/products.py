@@ -1,8 +1,8 @@
 """How fast one thread multiplies exactly the matrices that a training step multiplies.
 
-Nothing but the products: operands and results are allocated before, results overwrite each other.
-So this is the least time that a step could take with this library of matrix products, and the
-denominator of the "CPU MFU".
+Nothing but the products: operands are allocated before, and those of weights are multiplied by the
+functions that the layers call, which choose the library. So this is the least time that a step
+could take with these libraries, and the denominator of the "CPU MFU".
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from megalite.kernels import accumulate_weight_grad_, linear, linear_input_grad
 from torch import Tensor
 
 from megalite.config import ModelConfig
@@ -27,17 +28,17 @@ class ProductTimes:
 
 @dataclass(frozen=True)
 class Linear:
-    """Operands and results of one linear layer: y = x W^T, dx = dy W, dW = dy^T x."""
+    """Operands of one linear layer: y = x W^T, dx = dy W, dW += dy^T x."""
 
     x_TD: Tensor
     dy_TF: Tensor
     weight_FD: Tensor
     grad_FD: Tensor
 
-    def run(self, y_TF: Tensor, dx_TD: Tensor) -> None:
-        torch.mm(self.x_TD, self.weight_FD.t(), out=y_TF)
-        torch.mm(self.dy_TF, self.weight_FD, out=dx_TD)
-        torch.mm(self.dy_TF.t(), self.x_TD, out=self.grad_FD)
+    def run(self) -> None:
+        linear(self.x_TD, self.weight_FD)
+        linear_input_grad(self.dy_TF, self.weight_FD)
+        accumulate_weight_grad_(self.grad_FD, self.dy_TF, self.x_TD)
 
 
 class Products:
@@ -63,20 +64,19 @@ class Products:
     def _allocate(self, num_tokens: int) -> None:
         self._tokens = num_tokens
         shapes = layer_shapes(self.model)
-        activations = {shape: activation_pairs(num_tokens, shape) for shape in set(shapes)}
+        activations = {shape: activation_pair(num_tokens, shape) for shape in set(shapes)}
         self._linears = []
         for shape in shapes:
-            (x, dy), results = activations[shape]
             weight = torch.randn(shape)
-            self._linears.append((Linear(x, dy, weight, torch.empty_like(weight)), results))
+            self._linears.append(Linear(*activations[shape], weight, torch.zeros_like(weight)))
         heads = num_tokens // self.seq_length * self.model.num_heads
         wide = (heads, self.seq_length, self.model.head_size)
         self._q, self._k, self._v, self._grad, self._out = (torch.randn(wide) for _ in range(5))
         self._scores, self._weights = (torch.randn(heads, wide[1], wide[1]) for _ in range(2))
 
     def _run_weights(self) -> None:
-        for linear, results in self._linears:
-            linear.run(*results)
+        for layer in self._linears:
+            layer.run()
 
     def _run_attention(self) -> None:
         q, k, v, grad, out = self._q, self._k, self._v, self._grad, self._out
@@ -98,10 +98,7 @@ def layer_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     return [*(layer * model.num_layers), (model.vocab_size, hidden)]
 
 
-def activation_pairs(
-    num_tokens: int, shape: tuple[int, int]
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(x, dy) with numbers in them, and (y, dx) to write to."""
+def activation_pair(num_tokens: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(x, dy)."""
     out_features, in_features = shape
-    x, dy = torch.randn(num_tokens, in_features), torch.randn(num_tokens, out_features)
-    return (x, dy), (torch.empty_like(dy), torch.empty_like(x))
+    return torch.randn(num_tokens, in_features), torch.randn(num_tokens, out_features)
