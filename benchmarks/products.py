@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from megalite.kernels import accumulate_weight_grad_, linear, linear_input_grad
+from megalite.kernels import Kernels
 from torch import Tensor
 
 from megalite.config import ModelConfig
@@ -36,9 +36,9 @@ class Linear:
     grad_FD: Tensor
 
     def run(self) -> None:
-        linear(self.x_TD, self.weight_FD)
-        linear_input_grad(self.dy_TF, self.weight_FD)
-        accumulate_weight_grad_(self.grad_FD, self.dy_TF, self.x_TD)
+        Kernels.linear(self.x_TD, self.weight_FD)
+        Kernels.linear_input_grad(self.dy_TF, self.weight_FD)
+        Kernels.accumulate_weight_grad_(self.grad_FD, self.dy_TF, self.x_TD)
 
 
 class Products:

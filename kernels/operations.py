@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megalite.kernels import (
+    processor_products,
     reference,
     reference_activations,
     reference_attention,
@@ -46,9 +47,9 @@ class Kernels(ReferenceAdamW):
     def check_model(self, head_dim: int, hidden_size: int) -> None:
         """Raise BackendError for a model of a shape that the operations do not take."""
 
-    linear = staticmethod(reference.linear)
-    linear_input_grad = staticmethod(reference.linear_input_grad)
-    accumulate_weight_grad_ = staticmethod(reference.accumulate_weight_grad_)
+    linear = staticmethod(processor_products.linear)
+    linear_input_grad = staticmethod(processor_products.linear_input_grad)
+    accumulate_weight_grad_ = staticmethod(processor_products.accumulate_weight_grad_)
     bias_grad = staticmethod(reference.bias_grad)
     embedding_grad_ = staticmethod(reference.embedding_grad_)
 

@@ -189,7 +189,7 @@ def _reference_room(config: RunConfig, size: _Sizes) -> int:
         whole = min(2 * ffn, -(-ffn // 32) * 32)
         columns, across = whole + (3 * ffn if widened else 0), 2 * ffn
     else:
-        columns, across = 4 * ffn if widened else 2 * ffn, ffn
+        columns, across = 5 * ffn if widened else 3 * ffn, ffn
     rows = min(size.tokens, max(1, _BLOCK_ELEMENTS // across))
     return rows * columns * wide
 

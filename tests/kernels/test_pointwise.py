@@ -82,6 +82,17 @@ def test_swiglu(shape, strides, dtype) -> None:
     assert torch.equal(h, dh)
 
 
+@pytest.mark.parametrize("other", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_of_an_upstream_gradient_of_another_type(dtype, other) -> None:
+    h, da = draw(7, 68, dtype=dtype), draw(7, 34, dtype=other, seed=1)
+    h64 = exact(h)
+    (F.silu(h64[:, :34]) * h64[:, 34:]).backward(da.double())
+    dh = kernels.swiglu_grad(da, h)
+    assert dh.dtype == dtype
+    assert_matches(dh, h64.grad)
+
+
 def test_swiglu_of_large_gates_stays_finite() -> None:
     h = torch.tensor([[-1e4, 1e4, 0.0, 2.0, 3.0, 4.0]])
     assert kernels.swiglu(h).tolist() == [[0.0, 3e4, 0.0]]
