@@ -34,7 +34,7 @@ What to try next
   megalite train configs/quickstart.toml --local --name longer train.steps=900
   megalite train configs/quickstart.toml --local --name serial parallel.tp=1 parallel.pp=1 \
       parallel.vpp=1 parallel.dp=1 parallel.sequence_parallel=false pipeline.schedule=1f1b
-      (one process, the same loss to seven digits)
+      (one process, the same loss to five digits)
   megalite train configs/quickstart.toml --print-config
   bash launch/test.sh
 The megalite command is in .venv/bin; `source .venv/bin/activate` puts it on your path.
