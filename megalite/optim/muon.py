@@ -25,11 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite import kernels
 from megalite.bucket_plan import assign
 from megalite.config import OptimizerConfig
 from megalite.distributed.exchange import exchange
 from megalite.distributed.mesh import Axis
+from megalite.kernels import Kernels
 from megalite.optim.shard import BucketShard, Piece
 
 # Jordan's coefficients: steep at 0, so that five steps lift small singular values, at the price of
@@ -107,9 +107,9 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     norm = torch.linalg.vector_norm(x).clamp_min(torch.finfo(matrix.dtype).tiny)
     x = (x / norm).to(dtype)
     for _ in range(steps):
-        gram = kernels.linear(x, x)
-        slope = b * gram + c * kernels.linear(gram, gram)  # gram is symmetric
-        x = a * x + kernels.linear_input_grad(slope, x)
+        gram = Kernels.linear(x, x)
+        slope = b * gram + c * Kernels.linear(gram, gram)  # gram is symmetric
+        x = a * x + Kernels.linear_input_grad(slope, x)
     x = x.to(matrix.dtype)
     return x.t() if rows > columns else x
 
