@@ -40,12 +40,14 @@ def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> N
 
     torch has no product of 16 bits into float32 on CPU, so it is one of float32 copies.
     """
-    if dy_TF.device.type == "cpu" and buffer_FD.dtype == torch.float32:
-        dy_FT, x = dy_TF.to(torch.float32).t(), x_TD.to(torch.float32)
-        if _onednn_is_quicker(dy_FT, x) and buffer_FD.shape == (len(dy_FT), x.shape[1]):
-            buffer_FD += _product(dy_FT, x)
-            return
-    reference.accumulate_weight_grad_(buffer_FD, dy_TF, x_TD)
+    if dy_TF.device.type != "cpu":
+        reference.accumulate_weight_grad_(buffer_FD, dy_TF, x_TD)
+        return
+    dy_FT, x_TD = dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype)
+    if buffer_FD.shape == (len(dy_FT), x_TD.shape[1]) and _onednn_is_quicker(dy_FT, x_TD):
+        buffer_FD += _product(dy_FT, x_TD)
+    else:
+        buffer_FD.addmm_(dy_FT, x_TD)
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
