@@ -24,9 +24,9 @@ from typing import Any
 import sentencepiece
 
 from benchmarks.circumstances import append_row, circumstances
-from megalite.data.corpus import open_corpus
-from megalite.data.prepare import prepare
-from megalite.data.prepare_tokenizer import make_tokenizer
+from megalite.corpus.corpus import open_corpus
+from megalite.corpus.prepare import prepare
+from megalite.corpus.prepare_tokenizer import make_tokenizer
 
 VOCAB_SIZE = 8192
 _RESULTS = Path(__file__).resolve().parent / "results" / "data.jsonl"

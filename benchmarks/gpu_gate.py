@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gate_table import failures, layout, summary
+from benchmarks.gate.table import failures, layout, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_gate.jsonl"
@@ -47,16 +47,15 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     output = options.output or (None if options.dry else RESULTS)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="gpu-gate-") as links:
-        try:
-            for row in run(options, links):
-                rows.append(row)
-                if output is not None:
-                    with output.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-        except NoGpu as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+    try:
+        for row in run(options):
+            rows.append(row)
+            if output is not None:
+                with output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    except NoGpu as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for row in rows:
         if "table" in row and row["part"] == "tune":
             print(f"kernels/configs/sm90.json{' (dry: means nothing)' if options.dry else ''}:")
@@ -90,13 +89,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, links: str) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[Row]:
     """All rows, part by part. A dry run has one process for all, a real one some for each.
 
     Raises NoGpu.
     """
     end = time.time() + (DRY_S if options.dry else options.budget)
-    shared = {"dry": options.dry, "date": options.date, "links": links, "share": [0, 1]}
+    shared = {"dry": options.dry, "date": options.date, "share": [0, 1]}
     if options.dry:
         parts = ["environment", *options.parts]
         yield from children([{**shared, "parts": parts, "until": end, "ceilings": {}}])
@@ -145,7 +144,7 @@ def child(order: Row) -> list[Row]:
     environment.pop("TRITON_INTERPRET", None)
     if order["dry"]:
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.gate_child", json.dumps(order)]
+    command = [sys.executable, "-m", "benchmarks.gate.child", json.dumps(order)]
     limit = order["until"] - time.time() + GRACE_S
     fault = None
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:

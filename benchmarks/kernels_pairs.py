@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from megalite.kernels import (
     attention,
     cross_entropy_combine,
@@ -29,8 +31,8 @@ from megalite.kernels import (
     swiglu,
     swiglu_grad,
 )
-from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings, ReferenceAdamW
-from torch import Tensor
+from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings
+from megalite.kernels.plain.adamw import ReferenceAdamW
 
 EPS, LR, DECAY = 1e-5, 3e-4, 0.1
 BETAS = (0.9, 0.95)

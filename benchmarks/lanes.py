@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.distributed.local import run_local
 from megalite.distributed.mesh import Mesh
-from megalite.topology import Topology
+from megalite.layout.topology import Topology
+from megalite.process.local import run_local
 
 _TIMEOUT_S = 3600.0  # ranks of a lane wait in a collective for their next call
 _CLOSE_S = 30.0

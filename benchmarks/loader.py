@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.train.metrics import git_commit, versions
+from megalite.record.metrics import git_commit, versions
 
 VOCAB = 50_000
 DOCUMENT_TOKENS = 1000

@@ -14,10 +14,10 @@ import time
 
 import torch
 
-from megalite.distributed.env import end_process, init_process
-from megalite.distributed.launcher import Launch
 from megalite.distributed.mesh import Mesh
-from megalite.topology import Topology
+from megalite.layout.topology import Topology
+from megalite.process.env import end_process, init_process
+from megalite.process.launcher import Launch
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.config_check import require_valid, resolve
-from megalite.config_load import load_config
-from megalite.distributed.launcher import Launch, read_launch
+from megalite.checks.settings import require_valid, resolve
+from megalite.config.load import load_config
 from megalite.errors import ConfigError, MegaliteError
+from megalite.process.launcher import Launch, read_launch
 
 _RUN = Path(__file__).resolve().with_name("mfu_run.py")
 

@@ -18,22 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from megalite.checks.settings import require_valid, resolve
 from megalite.config import RunConfig
-from megalite.config_check import require_valid, resolve
-from megalite.config_load import load_config
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.config.load import load_config
+from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.distributed import comm
-from megalite.distributed.env import pick_device
-from megalite.distributed.launcher import Launch, read_launch
-from megalite.distributed.local import run_local
 from megalite.distributed.mesh import Mesh
-from megalite.model_math import parameter_counts, training_flops
-from megalite.topology import Topology
-from megalite.train import metrics
-from megalite.train.console import Console
+from megalite.layout.topology import Topology
+from megalite.process.env import pick_device
+from megalite.process.launcher import Launch, read_launch
+from megalite.process.local import run_local
+from megalite.process.signals import SignalFlag
+from megalite.record import metrics
+from megalite.record.console import Console
+from megalite.record.records import TIME_PARTS, read_metrics
+from megalite.run.model_math import parameter_counts, training_flops
 from megalite.train.rank import launched
-from megalite.train.records import TIME_PARTS, read_metrics
-from megalite.train.signals import SignalFlag
 from megalite.train.trainer import Trainer
 
 # Random tokens in the synthetic data at most: longer measurements read it again.

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from benchmarks.circumstances import append_row, circumstances
 from benchmarks.lanes import Lane
 from megalite.distributed.mesh import Mesh
+from megalite.layout.topology import Topology
 from megalite.pipeline import Boundary, PipelineRuntime
 from megalite.schedules import Durations, build, simulate
-from megalite.topology import Topology
 
 _RESULTS = Path(__file__).resolve().parent / "results" / "pipeline.jsonl"
 _CALIBRATION_RUNS = 12

@@ -19,13 +19,13 @@ from statistics import median
 import torch
 
 from benchmarks.circumstances import append_row, circumstances
+from megalite.checks.settings import resolve
 from megalite.config import RunConfig
-from megalite.config_check import resolve
-from megalite.config_load import load_config
+from megalite.config.load import load_config
 from megalite.distributed.mesh import Mesh
+from megalite.layout.topology import Topology
 from megalite.pipeline import Boundary, PipelineRuntime
 from megalite.schedules import build
-from megalite.topology import Topology
 from megalite.train.batch import TokenBatch
 from megalite.train.engine import Engine
 

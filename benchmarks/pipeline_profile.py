@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.circumstances import append_row, circumstances
 from benchmarks.lanes import Lane
 from benchmarks.pipeline import CONTENDERS, Load, MegaliteSteps, parse
+from megalite.layout.topology import Topology
 from megalite.schedules import Action
-from megalite.topology import Topology
 
 _RESULTS = Path(__file__).resolve().parent / "results" / "pipeline_profile.jsonl"
 _WAITED_S = 100e-6  # a receive that took longer was waited for

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 
 import torch
-from megalite.kernels import Kernels
 from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.distributed.mesh import Mesh
+from megalite.kernels import Kernels
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.circumstances import append_row, circumstances
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.corpus.indexed_writer import IndexedWriter
 
 _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = Path(__file__).resolve().parent / "results" / "startup.jsonl"

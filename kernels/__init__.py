@@ -8,24 +8,24 @@ triton.
 from megalite.kernels.dispatch import Backend, select
 from megalite.kernels.errors import BackendError
 from megalite.kernels.operations import Kernels
-from megalite.kernels.reference import (
+from megalite.kernels.plain.activations import gelu, gelu_grad, swiglu, swiglu_grad
+from megalite.kernels.plain.attention import attention
+from megalite.kernels.plain.dropout import AttentionDropout, dropout, dropout_mask
+from megalite.kernels.plain.loss import (
+    cross_entropy_combine,
+    cross_entropy_grad_,
+    cross_entropy_stats,
+)
+from megalite.kernels.plain.moe import RowMap
+from megalite.kernels.plain.norms import layer_norm, layer_norm_grad, rms_norm, rms_norm_grad
+from megalite.kernels.plain.products import (
     accumulate_weight_grad_,
     bias_grad,
     embedding_grad_,
     linear,
     linear_input_grad,
 )
-from megalite.kernels.reference_activations import gelu, gelu_grad, swiglu, swiglu_grad
-from megalite.kernels.reference_attention import attention
-from megalite.kernels.reference_dropout import AttentionDropout, dropout, dropout_mask
-from megalite.kernels.reference_loss import (
-    cross_entropy_combine,
-    cross_entropy_grad_,
-    cross_entropy_stats,
-)
-from megalite.kernels.reference_moe import RowMap
-from megalite.kernels.reference_norms import layer_norm, layer_norm_grad, rms_norm, rms_norm_grad
-from megalite.kernels.reference_rope import RopeScaling, rope_tables, rotate, rotate_grad_
+from megalite.kernels.plain.rope import RopeScaling, rope_tables, rotate, rotate_grad_
 
 __all__ = [
     "AttentionDropout",

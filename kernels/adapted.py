@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from megalite.kernels.errors import BackendError
 from megalite.kernels.operations import Kernels
 
@@ -20,18 +21,18 @@ def with_adapters(
     """
     taken: list[tuple[Any, tuple[str, ...]]] = []
     if attention != _OWN:
-        from megalite.kernels.optional_attention import attention_adapter
+        from megalite.kernels.others.attention import attention_adapter
 
         taken.append((attention_adapter(attention, device), ("attention_mask", "attention")))
     for setting, choice in (("kernels.norm", norm), ("optimizer.adam", adam)):
         if choice not in (_OWN, "apex"):
             raise BackendError(f"{setting} is {choice!r}; allowed: auto, apex")
     if norm != _OWN:
-        from megalite.kernels.optional_apex import apex_rms_norm
+        from megalite.kernels.others.apex import apex_rms_norm
 
         taken.append((apex_rms_norm(device), ("rms_norm", "rms_norm_grad")))
     if adam != _OWN:
-        from megalite.kernels.optional_apex import apex_adamw
+        from megalite.kernels.others.apex import apex_adamw
 
         taken.append((apex_adamw(ops, device), ("adamw_plan",)))
     for adapter, methods in taken:

@@ -10,10 +10,11 @@ import importlib.util
 from typing import Literal, get_args
 
 import torch
+
 from megalite.kernels.adapted import with_adapters
 from megalite.kernels.errors import BackendError
 from megalite.kernels.operations import Kernels
-from megalite.kernels.tables import table_hash
+from megalite.kernels.triton.tables import table_hash
 
 Backend = Literal["auto", "triton", "reference", "interpret"]
 
@@ -60,10 +61,10 @@ def _backend(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     if reason is None:
         table_hash()  # reads the table: a broken one is refused here
         if backend == "interpret":
-            from megalite.kernels.interpreter import install
+            from megalite.kernels.triton.interpreter_repairs import install
 
             install()
-        from megalite.kernels.triton_operations import TritonKernels
+        from megalite.kernels.triton.operations import TritonKernels
 
         return TritonKernels("interpret" if backend == "interpret" else "triton")
     if backend == "auto":

@@ -12,23 +12,36 @@ from __future__ import annotations
 
 import math
 
-# Registers the operators' gradients.
-import megalite.kernels.library_autograd  # noqa: F401
 import torch
-from megalite.kernels import (
-    checks,
-    library_attention,
-    library_loss,
-    library_moe,
-    library_norm,
-    library_optimizer,
-    library_pointwise,
-)
-from megalite.kernels.intervals import Intervals, document_intervals
-from megalite.kernels.reference_loss import IGNORE_INDEX
-from megalite.kernels.reference_moe import RowMap
-from megalite.kernels.triton_common import rows_readable, vector
 from torch import Tensor
+
+# Registers the operators' gradients.
+import megalite.kernels.operators.autograd  # noqa: F401
+from megalite.kernels.arguments import rows_readable, vector
+from megalite.kernels.operators import (
+    attention as library_attention,
+)
+from megalite.kernels.operators import (
+    checks,
+)
+from megalite.kernels.operators import (
+    loss as library_loss,
+)
+from megalite.kernels.operators import (
+    moe as library_moe,
+)
+from megalite.kernels.operators import (
+    norm as library_norm,
+)
+from megalite.kernels.operators import (
+    optimizer as library_optimizer,
+)
+from megalite.kernels.operators import (
+    pointwise as library_pointwise,
+)
+from megalite.kernels.plain.intervals import Intervals, document_intervals
+from megalite.kernels.plain.loss import IGNORE_INDEX
+from megalite.kernels.plain.moe import RowMap
 
 __all__ = [
     "Intervals",

@@ -1,8 +1,8 @@
 """The operations as one object, so that whoever builds a model says once what computes them.
 
 `Kernels` is the reference path in plain torch, on any device; `TritonKernels` replaces what has a
-kernel. Both take and return the same: shapes as in `reference`, storage types in and out, float32
-in between. Functions whose name ends in `_` write into their first argument.
+kernel. Both take and return the same: shapes as in `plain.products`, storage types in and out,
+float32 in between. Functions whose name ends in `_` write into their first argument.
 """
 
 from __future__ import annotations
@@ -12,22 +12,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megalite.kernels import (
-    processor_products,
-    reference,
-    reference_activations,
-    reference_attention,
-    reference_dropout,
-    reference_intervals,
-    reference_loss,
-    reference_moe,
-    reference_norms,
-    reference_rope,
-)
-from megalite.kernels.adamw_operations import ReferenceAdamW
-from megalite.kernels.intervals import Intervals, check_documents
-from megalite.kernels.reference_dropout import AttentionDropout, Key
 from torch import Tensor
+
+from megalite.kernels.plain import (
+    activations as reference_activations,
+)
+from megalite.kernels.plain import (
+    attention as reference_attention,
+)
+from megalite.kernels.plain import (
+    dropout as reference_dropout,
+)
+from megalite.kernels.plain import (
+    interval_attention as reference_intervals,
+)
+from megalite.kernels.plain import (
+    loss as reference_loss,
+)
+from megalite.kernels.plain import (
+    moe as reference_moe,
+)
+from megalite.kernels.plain import (
+    norms as reference_norms,
+)
+from megalite.kernels.plain import (
+    processor_products,
+)
+from megalite.kernels.plain import (
+    products as reference,
+)
+from megalite.kernels.plain import (
+    rope as reference_rope,
+)
+from megalite.kernels.plain.adamw import ReferenceAdamW
+from megalite.kernels.plain.dropout import AttentionDropout, Key
+from megalite.kernels.plain.intervals import Intervals, check_documents
 
 
 @dataclass(frozen=True)
@@ -179,7 +198,7 @@ class Kernels(ReferenceAdamW):
     def rotate(
         self, qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) of packed heads, q and k turned by their position: `reference_rope.rotate`."""
+        """(q, k, v) of packed heads, q and k turned by their position: `plain.rope.rotate`."""
         return reference_rope.rotate(qkv_TkgH, cos_sh, sin_sh)
 
     def rotate_grad_(

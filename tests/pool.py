@@ -44,7 +44,7 @@ from typing import Any
 PRELOAD = (
     "torch",
     "megalite.distributed.comm",
-    "megalite.distributed.env",
+    "megalite.process.env",
     "megalite.train.trainer",
     "torch.fx.experimental.symbolic_shapes",
 )
@@ -74,7 +74,7 @@ class RankContext:
         Kept for later tests; its ledger starts from zero at each call.
         """
         from megalite.distributed.mesh import Mesh
-        from megalite.topology import Topology
+        from megalite.layout.topology import Topology
 
         topology = Topology.for_world(self.world_size, tp=tp, cp=cp, dp=dp, pp=pp)
         key = (topology.tp, topology.cp, topology.dp, topology.pp)
@@ -310,8 +310,8 @@ def _rank_main(
 def _start_rank(rank: int, world_size: int, listener: socket.socket) -> RankContext:
     import torch
 
-    from megalite.distributed.env import init_process
-    from megalite.distributed.launcher import Launch
+    from megalite.process.env import init_process
+    from megalite.process.launcher import Launch
 
     torch.set_num_threads(1)
     host, port = listener.getsockname()

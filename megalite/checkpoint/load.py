@@ -14,7 +14,7 @@ from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.ranks import Ranks, SingleRank, on_first, together
 from megalite.checkpoint.shard_file import Read, dtype_name, read_shard
 from megalite.errors import CheckpointError
-from megalite.rectangles import intersect
+from megalite.layout.rectangles import intersect
 
 _NAMED = 5
 

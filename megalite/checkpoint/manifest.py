@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from megalite import __version__
 from megalite.checkpoint.shard_file import DTYPES
 from megalite.errors import CheckpointError
-from megalite.rectangles import Rectangle, why_not_cover
+from megalite.layout.rectangles import Rectangle, why_not_cover
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.rectangles import Rectangle, global_rectangles, intersect
-from megalite.sharding import ShardSpec
+from megalite.layout.rectangles import Rectangle, global_rectangles, intersect
+from megalite.layout.sharding import ShardSpec
 
 
 @dataclass(frozen=True, eq=False)

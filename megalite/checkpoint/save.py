@@ -31,7 +31,7 @@ from megalite.checkpoint.ranks import Ranks, SingleRank, on_first, together
 from megalite.checkpoint.shard_file import dtype_name, write_shard
 from megalite.checkpoint.store import check_sizes, clean, publish, temporary
 from megalite.errors import CheckpointError
-from megalite.rectangles import Rectangle
+from megalite.layout.rectangles import Rectangle
 
 Table = dict[str, Any]
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.disk import Disk
 from megalite.errors import CheckpointError
-from megalite.rectangles import Rectangle, split
+from megalite.layout.rectangles import Rectangle, split
 
 # our dtype name -> (torch dtype, safetensors code)
 DTYPES: dict[str, tuple[torch.dtype, str]] = {

@@ -17,7 +17,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say whether this machine can train, and what is missing; exit code 1 if it cannot."""
-    from megalite.train.doctor import examine, exit_code
+    from megalite.record.doctor import examine, exit_code
 
     findings = examine(Path(out))
     code = exit_code(findings)

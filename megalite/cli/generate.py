@@ -11,7 +11,7 @@ import typer
 from megalite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megalite.train.sampling import Sampling
+    from megalite.generate.sampling import Sampling
 
 _PROMPT = "def "
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 1.0
@@ -62,7 +62,7 @@ def generate(
         raise ConfigError(problems)
     texts = [_PROMPT if prompt is None else prompt] if prompts is None else _read(Path(prompts))
 
-    from megalite.train.sampling import Sampling
+    from megalite.generate.sampling import Sampling
 
     sampling = Sampling(
         temperature=0.0 if greedy else _TEMPERATURE if temperature is None else temperature,
@@ -148,8 +148,8 @@ def _continue(
 
     import torch
 
-    from megalite.train.generate import generate as sample
-    from megalite.train.generate import load_model, load_tokenizer, open_run
+    from megalite.generate.generate import generate as sample
+    from megalite.generate.generate import load_model, load_tokenizer, open_run
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: this torch sees no CUDA device; leave it out")

@@ -29,8 +29,8 @@ def info(
         raise DataError(
             f"{path} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
         )
+    from megalite.record.records import plain
     from megalite.train.info import describe
-    from megalite.train.records import plain
 
     found = describe(Path(path), verify=not quick)
     if as_json:

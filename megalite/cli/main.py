@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megalite.cli import data
+from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
 from megalite.cli.plan import plan
 from megalite.cli.schedule import schedule
-from megalite.distributed.launcher import speaks_for_host
 from megalite.errors import ConfigError, MegaliteError
+from megalite.process.launcher import speaks_for_host
 
 USAGE_EXIT = 2
 
@@ -47,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(data.app, name="data")
+app.add_typer(data_app, name="data")
 
 
 def _print_version(asked: bool) -> None:
@@ -94,15 +94,15 @@ def train(
     ] = False,
 ) -> None:
     """Train the model that CONFIG describes."""
-    from megalite.config_check import check_config, resolve, resolve_schedule
-    from megalite.config_data import missing_inputs
-    from megalite.config_extras import missing_extras
-    from megalite.config_keys import toml_value
-    from megalite.config_load import load_config
-    from megalite.config_resume import accepted
-    from megalite.config_schedule import schedule_problems
-    from megalite.config_text import print_config as show
-    from megalite.train.signals import SignalFlag
+    from megalite.checks.packages import missing_extras
+    from megalite.checks.schedule import schedule_problems
+    from megalite.checks.settings import check_config, resolve, resolve_schedule
+    from megalite.config.inputs import missing_inputs
+    from megalite.config.load import load_config
+    from megalite.config.names import toml_value
+    from megalite.config.resume import accepted
+    from megalite.config.text import print_config as show
+    from megalite.process.signals import SignalFlag
 
     flag = ctx.with_resource(SignalFlag())  # first of all: a signal from now on is remembered
     allowed = accepted(accept or [])
@@ -133,7 +133,7 @@ def report(
     """Show a run's losses and where its time went; draw its loss curve as loss.png."""
     from pathlib import Path
 
-    from megalite.train.report import draw_losses, read_run, summary, time_table
+    from megalite.record.report import draw_losses, read_run, summary, time_table
 
     folder = Path(run)
     record = read_run(folder)

@@ -30,7 +30,7 @@ def plan(
     """
     from megalite.cli.plan_fit import changes_that_fit, unfit_lines
     from megalite.cli.plan_report import make_report, report_lines, report_values
-    from megalite.hardware import load_hardware, named_hardware
+    from megalite.run.hardware import load_hardware, named_hardware
 
     report = make_report(config, overrides or [], gpus)
     own = report.config.log.hardware

@@ -10,7 +10,7 @@ from itertools import combinations
 
 from megalite.cli.plan_report import GIB, Report, make_report
 from megalite.errors import ConfigError, ScheduleError
-from megalite.hardware import Hardware
+from megalite.run.hardware import Hardware
 
 Change = tuple[str, ...]  # overrides that belong together
 _PAIRS = 4  # shown at most

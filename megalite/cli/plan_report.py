@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megalite.batch_plan import batch_plan
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
 from megalite.cli.words import count, duration, number
 from megalite.config import RunConfig
-from megalite.hardware import Hardware, number_format, peak_of
-from megalite.model_math import parameter_counts, training_flops
 from megalite.planner import RankMemory, Stage, beside_tensors, held_by, rank_memory, stages_of
+from megalite.run.batch_plan import batch_plan
+from megalite.run.hardware import Hardware, number_format, peak_of
+from megalite.run.model_math import parameter_counts, training_flops
 from megalite.schedules import Durations, Schedule, Timeline, simulate
 
 GIB = 2**30

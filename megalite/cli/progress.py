@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megalite.data.prepare_tokenizer import Progress
+    from megalite.corpus.prepare_tokenizer import Progress
 
 
 class Bar:

@@ -13,10 +13,10 @@ from megalite.schedules.action import BACKWARD
 from megalite.schedules.catalogue import FAMILY, KINDS
 from megalite.schedules.check import check_schedule
 from megalite.schedules.csv_form import FILE, read_file, write_csv
-from megalite.schedules.draw_text import Cell, draw_text, plain
 from megalite.schedules.memory import peak_deferred
-from megalite.schedules.trace import chrome_trace, read_trace
 from megalite.schedules.tune import AUTO, default_name, memory_of, tune
+from megalite.schedules.view.draw_text import Cell, draw_text, plain
+from megalite.schedules.view.trace import chrome_trace, read_trace
 
 # Terminal colours by kind of action (rich's names).
 _STYLES = {"F": "blue", "B": "green", "W": "yellow", BACKWARD: "cyan", "R": "bright_black"}
@@ -284,7 +284,7 @@ def _write_files(
     trace: Path | None,
     csv: Path | None,
 ) -> None:
-    from megalite.schedules.draw_svg import draw_html, draw_svg
+    from megalite.schedules.view.draw_svg import draw_html, draw_svg
 
     drawn, real = (one.schedule, one.timeline), one.measured
     picture = draw_svg(*drawn, one.title, measured=real) if svg or html else ""

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megalite.checks.schedule import require_schedule
+from megalite.checks.settings import require_valid, resolve
 from megalite.config import RunConfig
-from megalite.config_check import require_valid, resolve
-from megalite.config_load import load_config
-from megalite.config_schedule import require_schedule
-from megalite.config_stages import stage_layer_counts
+from megalite.config.load import load_config
+from megalite.run.pipeline_schedule import make_schedule, modelled_durations, schedule_name
+from megalite.run.stages import stage_layer_counts
 from megalite.schedules import Durations, Schedule
-from megalite.train.pipeline_schedule import make_schedule, modelled_durations, schedule_name
 
 
 @dataclass(frozen=True)

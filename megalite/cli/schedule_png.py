@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megalite.errors import ScheduleError
 from megalite.schedules import Schedule, Timeline
-from megalite.schedules.draw_svg import colour
-from megalite.schedules.draw_text import label
+from megalite.schedules.view.draw_svg import colour
+from megalite.schedules.view.draw_text import label
 
 _LABELS_UP_TO = 60  # microbatch slots in a row beyond which labels would overlap
 

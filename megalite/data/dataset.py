@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.shares import SPLIT_NAMES, bounds, parse_split
 from megalite.data.fingerprint import fingerprint_files
 from megalite.data.indexed import IndexedDataset
 from megalite.data.sidecar import Sidecar, read_sidecar
 from megalite.data.vocab import VocabCheck, check_vocab
 from megalite.errors import ConfigError, DataError
-from megalite.shares import SPLIT_NAMES, bounds, parse_split
 
 
 class TokenDataset:

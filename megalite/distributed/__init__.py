@@ -1,0 +1,1 @@
+"""Communicators: mesh, collectives, what they moved and waited for, agreement of ranks."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megalite.distributed.clock import Clock
 from megalite.distributed.ledger import Ledger
 from megalite.errors import ConfigError
-from megalite.topology import KINDS, Kind, Topology
+from megalite.layout.topology import KINDS, Kind, Topology
 
 Ranks = tuple[int, ...]
 GroupName = Literal[Kind, "channels"]

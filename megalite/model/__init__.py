@@ -1,0 +1,1 @@
+"""Transformers made of tensor-parallel layers: embedding, blocks, head, initial values."""

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite import kernels
 from megalite.config import ModelConfig
+from megalite.layout.sharding import Matrices
 from megalite.model.norm import HeadNorm
 from megalite.model.sequence import Sequences
-from megalite.sharding import Matrices
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -2,7 +2,7 @@
 
 There is no generator and no state: the mask of a token is the same on whichever rank, in whichever
 microbatch and however often it is computed, so layouts agree, recompute repeats it, and a resumed
-run goes on with it. The recipe of the mask is in kernels/reference_dropout.py. A batch without a
+run goes on with it. The recipe of the mask is in kernels/plain/dropout.py. A batch without a
 `DropoutAt` (evaluation, generation) drops nothing.
 """
 

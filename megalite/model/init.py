@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 
 _BLOCK_ROWS = 32
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.sharding import Matrices
+from megalite.layout.sharding import Matrices
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

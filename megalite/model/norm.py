@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite import kernels
 from megalite.config import ModelConfig
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 
 

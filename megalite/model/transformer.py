@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.layout.sharding import ShardSpec
 from megalite.model.block import Recompute, TransformerLayer
 from megalite.model.dropout import Dropout, DropoutAt
 from megalite.model.norm import make_norm
 from megalite.model.position import PositionEmbedding, rotary_tables
 from megalite.model.sequence import Sequences
-from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 from megalite.tensor_parallel.cross_entropy import (
     PLAIN,

@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.bucket_plan import BucketPlan, plan_chunk
 from megalite.distributed.precision import main_grad_dtype
-from megalite.rules import Rule
-from megalite.sharding import ShardSpec
+from megalite.layout.bucket_plan import BucketPlan, plan_chunk
+from megalite.layout.sharding import ShardSpec
+from megalite.run.rules import Rule
 
 
 class GradSink(Protocol):

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 
 from megalite.config import OptimizerConfig
-from megalite.lr_phases import Phases, lr_phases
+from megalite.run.lr_phases import Phases, lr_phases
 
 # Share of the way from `min_lr` up to `lr` that is left, for a progress in [0, 1].
 _SHAPES: dict[str, Callable[[float], float]] = {

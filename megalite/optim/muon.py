@@ -25,11 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.bucket_plan import assign
 from megalite.config import OptimizerConfig
 from megalite.distributed.exchange import exchange
 from megalite.distributed.mesh import Axis
 from megalite.kernels import Kernels
+from megalite.layout.bucket_plan import assign
 from megalite.optim.shard import BucketShard, Piece
 
 # Jordan's coefficients: steep at 0, so that five steps lift small singular values, at the price of

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.adamw_operations import AdamWRun
+from megalite.layout.sharding import ShardSpec
 from megalite.optim.buffers import Bucket, ChunkBuffers, Slot
-from megalite.sharding import ShardSpec
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.distributed.mesh import Mesh
+from megalite.layout.sharding import ShardSpec
 from megalite.optim.buffers import ChunkBuffers
 from megalite.optim.shard import ADAMW_KINDS, EMA, MUON_KINDS, ChunkShard, Piece
-from megalite.sharding import ShardSpec
 
 
 @dataclass(frozen=True)

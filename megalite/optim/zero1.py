@@ -26,7 +26,8 @@ from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis, Mesh
 from megalite.distributed.precision import DTYPES
-from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings, ReferenceAdamW
+from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings
+from megalite.kernels.plain.adamw import ReferenceAdamW
 from megalite.optim.buffers import Chunk, ChunkBuffers
 from megalite.optim.grad_factor import GradFactor
 from megalite.optim.grad_reduce import GradReducer
@@ -38,7 +39,7 @@ from megalite.optim.norm import clip_coefficient, global_norm
 from megalite.optim.param_gather import ParamGather
 from megalite.optim.shard import EMA, ChunkShard, StateOptions
 from megalite.optim.state import MemoryReport, StateTensor, memory_report, owns, state_tensors
-from megalite.rules import rule_of
+from megalite.run.rules import rule_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megalite.config import ModelConfig, RunConfig
-from megalite.config_stages import stage_layer_counts
-from megalite.sharding import Matrices, ShardSpec
+from megalite.layout.sharding import Matrices, ShardSpec
+from megalite.run.stages import stage_layer_counts
 
 _ONE_MATRIX = Matrices()
 

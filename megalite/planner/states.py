@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megalite.bucket_plan import plan_chunk
 from megalite.config import OptimizerConfig, RunConfig
+from megalite.layout.bucket_plan import plan_chunk
 from megalite.planner.stages import Stage, stage_parameters
-from megalite.rules import rule_of
+from megalite.run.rules import rule_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of an element
 

@@ -1,0 +1,1 @@
+"""Layers whose weights or tokens are split over the tp axis."""

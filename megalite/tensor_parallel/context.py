@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalite import kernels
 from megalite.distributed.mesh import Axis
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.grads import GradStore
 
 

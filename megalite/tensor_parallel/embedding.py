@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.distributed import comm
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 
 

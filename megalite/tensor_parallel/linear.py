@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed import comm
-from megalite.sharding import Matrices, ShardSpec
+from megalite.layout.sharding import Matrices, ShardSpec
 from megalite.tensor_parallel.context import ShardedModule, TensorParallel
 
 _ONE_MATRIX = Matrices()

@@ -1,0 +1,1 @@
+"""Training: the loop of a rank, the engine it drives, resuming, evaluation."""

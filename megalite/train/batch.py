@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.batch_plan import BatchPlan
 from megalite.config import RunConfig
 from megalite.data.batches import Batches, MicroBatch
 from megalite.data.loader import Loader
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.model.dropout import DropoutAt
+from megalite.run.batch_plan import BatchPlan
 
 
 @dataclass(frozen=True)

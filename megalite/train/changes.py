@@ -1,6 +1,6 @@
 """What differs between a checkpoint's settings and the present ones, and whether that is allowed.
 
-The table of what may differ is config_resume.py's, what a setting stands for config_meaning.py's:
+The table of what may differ is config/resume.py's, what a setting stands for config/meaning.py's:
 an open setting that is written out is no change. The end of the run and of the decay may move
 freely as long as the learning rate of no step moves: a run may always be made longer or shorter
 otherwise.
@@ -14,15 +14,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalite.batch_plan import BatchPlan, batch_plan, horizon_steps
 from megalite.config import RunConfig
-from megalite.config_data import sources
-from megalite.config_keys import keys, toml_value, value_of
-from megalite.config_meaning import same_meaning
-from megalite.config_resume import ALL_LISTED, DATA, HORIZON, Change, may_change
+from megalite.config.inputs import sources
+from megalite.config.meaning import same_meaning
+from megalite.config.names import keys, toml_value, value_of
+from megalite.config.resume import ALL_LISTED, DATA, HORIZON, Change, may_change
 from megalite.data.fingerprint import WHOLE_BYTES
 from megalite.errors import CheckpointError
-from megalite.lr_phases import Phases, lr_phases
+from megalite.run.batch_plan import BatchPlan, batch_plan, horizon_steps
+from megalite.run.lr_phases import Phases, lr_phases
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from fractions import Fraction
 from functools import cache
 
 from megalite.config import RunConfig
-from megalite.config_data import Source, sources, split_set_names
+from megalite.config.inputs import Source, sources, split_set_names
+from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
 from megalite.data.dataset import Span, TokenDataset
 from megalite.data.fingerprint import Identity, identify
 from megalite.data.sidecar import require_tokenizer
+from megalite.distributed.agree import all_equal
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
-from megalite.shares import SPLIT_NAMES
-from megalite.train.agreement import all_equal
 
 # A part of a validation set is a fair sample of it, the same one whatever the run's own seed.
 _VALIDATION_SEED = 0

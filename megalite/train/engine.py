@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megalite.config import RunConfig
-from megalite.config_stages import stage_layer_counts
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.precision import DTYPES, set_tf32
 from megalite.kernels import Kernels
@@ -23,11 +22,12 @@ from megalite.model.transformer import Transformer
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
 from megalite.pipeline.runtime import PipelineRuntime
 from megalite.pipeline.stage import Boundary
+from megalite.run.pipeline_schedule import make_schedule
+from megalite.run.stages import stage_layer_counts
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.tensor_parallel.cross_entropy import LossExtras
 from megalite.train.batch import TokenBatch
 from megalite.train.kernel_choice import choose_kernels
-from megalite.train.pipeline_schedule import make_schedule
 
 
 class Engine:

@@ -13,7 +13,7 @@ from megalite.checkpoint.find import open_checkpoint
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.checkpoint.store import list_steps
 from megalite.errors import CheckpointError, DataError
-from megalite.train.records import read_lines
+from megalite.record.records import read_lines
 
 _METRICS = "metrics.jsonl"
 

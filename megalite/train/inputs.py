@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.config import RunConfig
-from megalite.config_data import sources
+from megalite.config.inputs import sources
 from megalite.data.dataset import TokenDataset
 from megalite.data.indexed import file_of
 from megalite.data.sidecar import require_tokenizer, stated_sidecar
@@ -20,7 +20,7 @@ from megalite.errors import DataError
 def input_problems(config: RunConfig) -> list[str]:
     """One line for each dataset whose ids, and each whose tokenizer, do not fit the config.
 
-    Files that are not there are config_data's to name.
+    Files that are not there are config.inputs's to name.
     """
     paths = [source.path for source in sources(config.data)]
     paths += [entry.path for entry in config.eval.sets]

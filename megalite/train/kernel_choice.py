@@ -10,7 +10,7 @@ import torch
 from megalite.config import RunConfig
 from megalite.errors import CheckpointError, ConfigError
 from megalite.kernels import BackendError, Kernels, select
-from megalite.kernels.tables import table_hash
+from megalite.kernels.triton.tables import table_hash
 
 
 def choose_kernels(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Kernels:

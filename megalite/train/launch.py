@@ -12,13 +12,13 @@ import re
 import sys
 from pathlib import Path
 
+from megalite.checks.schedule import require_schedule
+from megalite.checks.settings import require_valid, resolve
 from megalite.config import RunConfig
-from megalite.config_check import require_valid, resolve
-from megalite.config_load import Loaded
-from megalite.config_schedule import require_schedule
-from megalite.distributed.launcher import Launch, read_launch
+from megalite.config.load import Loaded
 from megalite.errors import CheckpointError, ConfigError
-from megalite.train.signals import CAUGHT, SignalFlag
+from megalite.process.launcher import Launch, read_launch
+from megalite.process.signals import CAUGHT, SignalFlag
 
 _CHECKPOINT = re.compile(r"(?:\.replaced-)?step-\d{8,}")
 
@@ -83,7 +83,7 @@ def _resolved(loaded: Loaded, launch: Launch, local: bool) -> RunConfig:
 
 def _run_here(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
     """Start all ranks on this host; returns the exit code of the whole."""
-    from megalite.distributed.local import run_local
+    from megalite.process.local import run_local
     from megalite.train.rank import train_rank
 
     # Autograd imports this at the first backward, a second's work: here once for all forks.
@@ -100,7 +100,7 @@ def _run_here(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> in
 
 def _run_rank(launch: Launch, config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
     """Be a rank; with others it does not return."""
-    from megalite.distributed.env import pick_device
+    from megalite.process.env import pick_device
     from megalite.train.rank import launched, train_rank
 
     device = pick_device(launch)

@@ -7,7 +7,7 @@ from pathlib import Path
 from megalite.distributed import comm
 from megalite.schedules import Action
 from megalite.schedules.simulate import Span
-from megalite.schedules.trace import TRACE_FILE, Measured
+from megalite.schedules.view.trace import TRACE_FILE, Measured
 from megalite.train.engine import Engine
 
 

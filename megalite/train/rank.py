@@ -11,17 +11,17 @@ from typing import Any, NoReturn
 import torch
 
 from megalite.config import RunConfig
-from megalite.distributed.board import Board
-from megalite.distributed.determinism import prepare_deterministic, use_deterministic
-from megalite.distributed.env import end_process, init_process
-from megalite.distributed.launcher import Launch
+from megalite.distributed.agree import PeerFailedError, require_same_config
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.secrets import Redaction
-from megalite.distributed.watch import Watch
 from megalite.errors import MegaliteError
-from megalite.topology import Topology
-from megalite.train.agreement import PeerFailedError, require_same_config
-from megalite.train.signals import SignalFlag
+from megalite.layout.topology import Topology
+from megalite.process.board import Board
+from megalite.process.determinism import prepare_deterministic, use_deterministic
+from megalite.process.env import end_process, init_process
+from megalite.process.launcher import Launch
+from megalite.process.secrets import Redaction
+from megalite.process.signals import SignalFlag
+from megalite.process.watch import Watch
 from megalite.train.trainer import Trainer
 
 # Exit codes of a rank that failed: by an error that the user can fix, by any other.

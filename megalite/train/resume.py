@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.batch_plan import BatchPlan, Stage, batch_plan, horizon_steps
 from megalite.checkpoint.find import Checkpoint
 from megalite.config import RunConfig
-from megalite.config_resume import DATA
+from megalite.config.resume import DATA
 from megalite.errors import CheckpointError
+from megalite.run.batch_plan import BatchPlan, Stage, batch_plan, horizon_steps
 from megalite.train import state
 from megalite.train.changes import (
     Changed,

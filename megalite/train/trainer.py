@@ -16,22 +16,30 @@ from typing import Any, TextIO
 
 import torch
 
-from megalite.batch_plan import batch_plan, horizon_steps
+from megalite.checks.packages import require_extras
 from megalite.config import RunConfig
-from megalite.config_effect import unreached
-from megalite.config_extras import require_extras
-from megalite.config_text import to_toml
+from megalite.config.effect import unreached
+from megalite.config.text import to_toml
 from megalite.data.batches import MicroBatch
 from megalite.data.fingerprint import as_saved
 from megalite.data.loader import Loader
 from megalite.distributed import comm
+from megalite.distributed.agree import together
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, MegaliteError
 from megalite.optim.lr_schedule import learning_rate
 from megalite.optim.norm import NonFiniteGradientError
 from megalite.optim.zero1 import StepResult
-from megalite.train import metrics, records, state
-from megalite.train.agreement import together
+from megalite.process.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
+from megalite.record import metrics, records
+from megalite.record.console import Console
+from megalite.record.param_stats import ParamStats
+from megalite.record.run_record import run_lines, run_record, step_record
+from megalite.record.sinks import Recorder
+from megalite.record.step_clock import StepClock, drain_part
+from megalite.record.step_lines import StepLines
+from megalite.run.batch_plan import batch_plan, horizon_steps
+from megalite.train import state
 from megalite.train.batch import (
     count_valid_tokens,
     dropout_start,
@@ -39,20 +47,13 @@ from megalite.train.batch import (
     token_batches,
 )
 from megalite.train.changes import Changed, as_records
-from megalite.train.console import Console
 from megalite.train.datasets import describe, open_data, require_same_data
 from megalite.train.engine import Engine
 from megalite.train.evaluate import evaluate
 from megalite.train.kernel_choice import kernel_record, plain_on_gpu
-from megalite.train.param_stats import ParamStats
 from megalite.train.pipeline_trace import save_trace
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike, SpikeGuard
 from megalite.train.resume import resume
-from megalite.train.run_record import run_lines, run_record, step_record
-from megalite.train.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
-from megalite.train.sinks import Recorder
-from megalite.train.step_clock import StepClock, drain_part
-from megalite.train.step_lines import StepLines
 from megalite.train.weights import load_weights
 
 
@@ -91,7 +92,7 @@ class Trainer:
         self.engine = Engine(config, mesh)
         self.device = metrics.describe_device(mesh.device, config)
         self.flag = flag or SignalFlag()
-        self.accept = accept  # settings that may differ from a checkpoint's, see config_resume.py
+        self.accept = accept  # settings that may differ from a checkpoint's, see config/resume.py
         self.changed: Sequence[Changed] = ()  # what differs from the checkpoint resumed from
         self.plan = batch_plan(config)
         self.guard = SpikeGuard(config)

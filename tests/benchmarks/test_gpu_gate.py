@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from megalite.kernels import tables
 
 from benchmarks import gpu_gate
-from benchmarks.gate_device import Dead, Gate, Late
-from benchmarks.gate_table import failures, layout, summary
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.gate.device import Dead, Gate, Late
+from benchmarks.gate.table import failures, layout, summary
+from megalite.kernels.triton import tables
+from tests import ROOT
 
 
 @pytest.mark.long
@@ -77,7 +76,7 @@ def test_a_wrong_kernel_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> No
     assert failures([right, wrong]) == [wrong]
     assert "wrong: rope {} float16: output 0: 3 x the bound" in summary([right, wrong], False)
     for rows, code in (([right], 0), ([right, wrong], 1), ([], 1)):
-        monkeypatch.setattr(gpu_gate, "run", lambda options, links, rows=rows: rows)
+        monkeypatch.setattr(gpu_gate, "run", lambda options, rows=rows: rows)
         assert gpu_gate.main(["--dry", "--parts=correctness"]) == code
     assert gpu_gate.main(["--dry", "--parts=rates"]) == 0
 

@@ -11,9 +11,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megalite.cli.main import app
-from megalite.model_math import parameter_counts
+from megalite.run.model_math import parameter_counts
 from tests.pool import RankPool
-from tests.train.kit import GLOBAL_BATCH, SEQ_LENGTH, VOCAB, make_config, train, write_tokens
+from tests.train.kit.runs import (
+    GLOBAL_BATCH,
+    SEQ_LENGTH,
+    VOCAB,
+    make_config,
+    train,
+    write_tokens,
+)
 
 
 @pytest.fixture(scope="module")

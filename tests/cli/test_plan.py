@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from megalite.cli.main import app
 from megalite.cli.plan_report import GIB, make_report
 from megalite.planner import beside_tensors
+from tests import ROOT
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 LARGE = str(CONFIGS / "runs" / "llama-8b-64gpu.toml")
 SMALL = str(CONFIGS / "quickstart.toml")
 ON_H100 = ["--gpus", "64", "--hardware", "h100"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.main import app
 from megalite.cli.schedule_config import plan_of
 from megalite.schedules import simulate
+from tests import ROOT
 
-CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml")
+CONFIG = str(ROOT / "configs" / "quickstart.toml")
 
 
 def lines(*arguments: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.data_helpers import Documents, write_dataset
+from tests.data.kit import Documents, write_dataset
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.shares import exact
 from megalite.data.blend import Blend
 from megalite.errors import ConfigError
-from megalite.shares import exact
-from tests.data.data_helpers import PROPERTY
+from tests.data.kit import PROPERTY
 
 FEW = st.lists(st.floats(0, 1e6), min_size=1, max_size=4).filter(any)
 DECIMALS = st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any)

@@ -22,7 +22,7 @@ from megalite.data.dataset import Span, TokenDataset
 from megalite.data.fingerprint import identify
 from megalite.data.indexed import HEADER, MAGIC, IndexedDataset
 from megalite.errors import DataError
-from tests.data.data_helpers import PROPERTY, write_dataset
+from tests.data.kit import PROPERTY, write_dataset
 
 S = 4  # tokens a sample
 Opened = dict[tuple[int, int], Span]

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data import publish
+from megalite.corpus import publish
+from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.data.indexed import IndexedDataset, byte_offsets, dtype_for_vocab
-from megalite.data.indexed_writer import IndexedWriter
 from megalite.errors import DataError
-from tests.data.data_helpers import PROPERTY, index_bytes, write_dataset
+from tests.data.kit import PROPERTY, index_bytes, write_dataset
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 
@@ -244,7 +244,7 @@ def test_a_run_that_stops_while_writing_keeps_the_older_dataset(make: Callable[.
 def test_killed_writer_leaves_nothing_loadable(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
-        "from megalite.data.indexed_writer import IndexedWriter\n"
+        "from megalite.corpus.indexed_writer import IndexedWriter\n"
         "writer = IndexedWriter(sys.argv[1], 10)\n"
         "writer.add_document([1] * 100_000)\n"
         "writer.publish(lambda written: os.kill(os.getpid(), signal.SIGKILL))\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.corpus.publish import write_index
 from megalite.data import indexed
 from megalite.data.indexed import HEADER, MAGIC, IndexedDataset
-from megalite.data.publish import write_index
 from megalite.errors import DataError
-from tests.data.data_helpers import index_bytes, write_dataset
+from tests.data.kit import index_bytes, write_dataset
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 
@@ -43,7 +43,7 @@ def test_more_documents_than_int32_counts(tmp_path: Path) -> None:
 def test_the_index_of_a_large_table_is_written_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite.data.publish.ENTRIES_AT_ONCE", 3)
+    monkeypatch.setattr("megalite.corpus.publish.ENTRIES_AT_ONCE", 3)
     lengths = np.array([2**31 - 1] * 5 + [0, 7, 1], dtype=np.int32)
     write_index(tmp_path / "a.idx", np.dtype("<i4"), lengths)
     assert (tmp_path / "a.idx").read_bytes() == index_bytes(lengths.tolist(), range(9), 4, 4)

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.main import app
+from megalite.corpus.prepare import prepare
 from megalite.data.inspection import inspect_dataset
-from megalite.data.prepare import prepare
 from megalite.errors import DataError
 
 TEXTS = [f"text number {n}\n" * (n % 4 + 1) for n in range(30)] + ["a </s> b"]

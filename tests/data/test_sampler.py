@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megalite.data.sampler import Permutation, SampleOrder
 from megalite.errors import ConfigError, DataError
-from tests.data.data_helpers import PROPERTY
+from tests.data.kit import PROPERTY
 
 SIZES = st.integers(1, 700)
 COUNTS = st.lists(st.integers(0, 60), max_size=5)

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.corpus.indexed_writer import IndexedWriter, Written
 from megalite.data import fingerprint, vocab
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset
-from megalite.data.indexed_writer import IndexedWriter, Written
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.errors import DataError
-from tests.data.data_helpers import index_bytes
+from tests.data.kit import index_bytes
 
 Make = Callable[..., Path]
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megalite.config.shares import exact
 from megalite.data import windows
 from megalite.data.blend import Blend, _best_tree, _Tree
 from megalite.data.windows import Halving, Shares, Span, earliest_deadlines, state_within
-from megalite.shares import exact
-from tests.data.data_helpers import PROPERTY
+from tests.data.kit import PROPERTY
 
 LARGE = st.integers(1, 2**64)
 UNEVEN = st.builds(lambda n, scale: Fraction(n, 10**scale), LARGE, st.integers(0, 24))

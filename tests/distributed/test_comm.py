@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megalite.distributed import comm
-from megalite.distributed.env import end_process, init_process
-from megalite.distributed.launcher import Launch
 from megalite.distributed.mesh import Mesh
-from megalite.topology import Topology
+from megalite.layout.topology import Topology
+from megalite.process.env import end_process, init_process
+from megalite.process.launcher import Launch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 STRIDES = ["rows", "transposed", "every_second", "reversed_view"]

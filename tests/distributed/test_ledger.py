@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from megalite.distributed.ledger import Ledger
-from megalite.distributed.watch import Watch
+from megalite.process.watch import Watch
 
 
 def test_totals_by_operation_and_by_axis() -> None:

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megalite.distributed import comm
-from megalite.distributed.env import end_process, init_process
-from megalite.distributed.launcher import Launch
 from megalite.distributed.mesh import Mesh, channel_rounds
 from megalite.errors import ConfigError
-from megalite.topology import KINDS, Topology
+from megalite.layout.topology import KINDS, Topology
+from megalite.process.env import end_process, init_process
+from megalite.process.launcher import Launch
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.model.dropout import DropoutAt
-from tests.model.kit import (
+from tests.model.kit.small import (
     SEQ_LENGTH,
     VARIANTS,
     gradients,

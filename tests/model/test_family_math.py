@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import ModelConfig
-from megalite.config_load import load_config
+from megalite.config.load import load_config
 from megalite.model.dropout import DropoutAt
-from megalite.model_math import Flops, forward_flops, parameter_counts, training_flops
-from tests.model import hugging_face
-from tests.model.kit import SEQ_LENGTH, VARIANTS, make_batch, make_stage, model_config
+from megalite.run.model_math import Flops, forward_flops, parameter_counts, training_flops
+from tests import ROOT
+from tests.model.kit import hugging_face
+from tests.model.kit.small import SEQ_LENGTH, VARIANTS, make_batch, make_stage, model_config
 
-MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+MODELS = ROOT / "configs" / "models"
 PUBLISHED = {
     "gpt2-124m": 124_439_808,
     "gpt2-medium": 354_823_168,

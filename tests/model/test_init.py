@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megalite.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.train.engine import build_chunks
-from tests.model.kit import CPU, VARIANTS, model_config
+from tests.model.kit.small import CPU, VARIANTS, model_config
 
 
 def initial_weights(tp=1, pp=1, vpp=1, sp=False, seed=3, **model) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.layout.sharding import ShardSpec
 from megalite.model.dropout import DropoutAt
 from megalite.model.transformer import Transformer
-from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.context import TensorParallel
-from tests.model.kit import (
+from tests.model.kit.small import (
     SEQ_LENGTH,
     VARIANTS,
     gradients,

@@ -8,8 +8,8 @@ import torch
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
 from megalite.tensor_parallel.context import TensorParallel
-from tests.model.kit import SEQ_LENGTH, gradients, make_batch, make_stage, model_config
-from tests.tensor_parallel.memory import AllocationMeter
+from tests.model.kit.small import SEQ_LENGTH, gradients, make_batch, make_stage, model_config
+from tests.tensor_parallel.kit.memory import AllocationMeter
 
 MODES = ["none", "selective", "full"]
 

@@ -7,7 +7,13 @@ import torch
 
 from megalite.model.norm import RMSNorm
 from megalite.tensor_parallel.context import TensorParallel
-from tests.model.kit import gradients, make_batch, make_stage, model_config, relative_error
+from tests.model.kit.small import (
+    gradients,
+    make_batch,
+    make_stage,
+    model_config,
+    relative_error,
+)
 from tests.tolerances import PLAIN_FLOAT64
 
 CUTS = [[2], [1, 1], [0, 2], [2, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 0, 2, 0]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.model.kit import (
+from tests.model.kit.small import (
     SEQ_LENGTH,
     gradients,
     make_batch,

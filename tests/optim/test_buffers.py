@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megalite.bucket_plan import ALIGN, plan_buckets
+from megalite.layout.bucket_plan import ALIGN, plan_buckets
+from megalite.layout.sharding import ShardSpec
 from megalite.optim.buffers import ChunkBuffers
-from megalite.sharding import ShardSpec
 from megalite.tensor_parallel.grads import GradStore
 
 

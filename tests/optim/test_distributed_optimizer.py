@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
-from tests.optim.synthetic import (
+from tests.optim.kit.synthetic import (
     TIED,
     Expected,
     differing_replicas,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.optim.model_runs import Changes, outcome, serial
+from tests.optim.kit.model_runs import Changes, outcome, serial
 from tests.parity.case import Case
 from tests.parity.run import compare
 from tests.pool import RankPool

@@ -10,10 +10,10 @@ import torch
 
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
+from megalite.layout.topology import Topology
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.norm import NonFiniteGradientError
-from megalite.topology import Topology
-from tests.optim.synthetic import accumulate, make, train
+from tests.optim.kit.synthetic import accumulate, make, train
 
 
 def scaler(**settings: Any) -> LossScaler:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.bucket_plan import ALIGN, plan_chunk, plan_whole
 from megalite.distributed.mesh import Mesh
+from megalite.layout.bucket_plan import ALIGN, plan_chunk, plan_whole
+from megalite.layout.topology import Topology
 from megalite.optim.muon import orthogonalise, update_scale
-from megalite.topology import Topology
-from tests.optim.model_runs import Changes, engine_of, outcome, serial
+from tests.optim.kit.model_runs import Changes, engine_of, outcome, serial
 from tests.parity.case import STEPS, Case, rank_batches
 from tests.parity.run import compare
 from tests.pool import RankPool

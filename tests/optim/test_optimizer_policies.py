@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.bucket_plan import ALIGN
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
+from megalite.layout.bucket_plan import ALIGN
+from megalite.layout.topology import Topology
 from megalite.optim.zero1 import DistributedOptimizer
-from megalite.topology import Topology
-from tests.optim.synthetic import SyntheticChunk, accumulate, layer_specs, make, train
+from tests.optim.kit.synthetic import SyntheticChunk, accumulate, layer_specs, make, train
 from tests.pool import RankContext, RankPool
 
 

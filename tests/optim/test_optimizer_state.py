@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.optim.synthetic import differing_replicas, draw, local_part, make, stage_sections, train
+from tests.optim.kit.synthetic import (
+    differing_replicas,
+    draw,
+    local_part,
+    make,
+    stage_sections,
+    train,
+)
 from tests.pool import RankContext, RankPool
 
 

@@ -10,10 +10,10 @@ import torch
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
-from megalite.rules import Rule, rule_of
-from megalite.sharding import Matrices, ShardSpec
-from megalite.topology import Topology
-from tests.optim.synthetic import (
+from megalite.layout.sharding import Matrices, ShardSpec
+from megalite.layout.topology import Topology
+from megalite.run.rules import Rule, rule_of
+from tests.optim.kit.synthetic import (
     NUM_SAMPLES,
     Expected,
     accumulate,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite.kernels.adamw_operations import square_sum
 
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
+from megalite.kernels.plain.adamw import square_sum
+from megalite.layout.topology import Topology
 from megalite.optim.norm import NonFiniteGradientError, clip_coefficient
 from megalite.optim.zero1 import DistributedOptimizer
-from megalite.topology import Topology
-from tests.optim.synthetic import (
+from tests.optim.kit.synthetic import (
     accumulate,
     expected,
     make,

@@ -12,7 +12,7 @@ import torch
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
-from megalite.topology import Topology
+from megalite.layout.topology import Topology
 from megalite.train.engine import Engine
 from megalite.train.state import named_pieces
 from tests.parity.case import STEPS, Case, config_of, rank_batches

@@ -11,11 +11,11 @@ from megalite.config import RunConfig
 from megalite.planner import stage_parameters, stages_of
 from megalite.planner.activations import held_by
 from megalite.planner.states import rank_states
+from megalite.run.pipeline_schedule import make_schedule
 from megalite.train.engine import Engine
-from megalite.train.pipeline_schedule import make_schedule
 from tests.parity.case import Case, config_of, rank_batches
 from tests.pool import RankPool
-from tests.tensor_parallel.memory import AllocationMeter
+from tests.tensor_parallel.kit.memory import AllocationMeter
 
 Changes = dict[str, Any]
 

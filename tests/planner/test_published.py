@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from megalite.checks.settings import require_valid, resolve
 from megalite.config import (
     DataConfig,
     ModelConfig,
@@ -22,10 +23,9 @@ from megalite.config import (
     RunConfig,
     TrainConfig,
 )
-from megalite.config_check import require_valid, resolve
 from megalite.planner import rank_memory, stages_of
+from megalite.run.pipeline_schedule import make_schedule, modelled_durations
 from megalite.schedules import simulate
-from megalite.train.pipeline_schedule import make_schedule, modelled_durations
 
 GIB = 2**30
 SHAPE_70B = {"num_layers": 12, "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8,

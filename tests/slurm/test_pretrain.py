@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from megalite.config_text import to_toml
-from tests.slurm.cluster import Cluster, start, wait_until
-from tests.train.kit import GLOBAL_BATCH, lines, make_config, step_numbers, write_tokens
+from megalite.config.text import to_toml
+from tests import ROOT
+from tests.slurm.kit import Cluster, start, wait_until
+from tests.train.kit.runs import GLOBAL_BATCH, lines, make_config, step_numbers, write_tokens
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 FOREVER = 1_000_000
 
 

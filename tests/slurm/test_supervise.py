@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 LOGS = "slurm-7"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
-from tests.tensor_parallel.kit import (
+from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
     draw,

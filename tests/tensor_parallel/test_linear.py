@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.tensor_parallel.context import ShardedModule
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from tests.tensor_parallel.kit import (
+from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
     draw,

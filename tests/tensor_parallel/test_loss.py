@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.cross_entropy import (
     VocabShard,
     chunked_linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
 from megalite.tensor_parallel.linear import ColumnParallelLinear
-from tests.tensor_parallel.kit import (
+from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
     draw,

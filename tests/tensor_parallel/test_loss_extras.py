@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.cross_entropy import (
     PLAIN,
     LossExtras,
@@ -16,7 +16,7 @@ from megalite.tensor_parallel.cross_entropy import (
 )
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 from tests.pool import RankPool
-from tests.tensor_parallel.kit import (
+from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
     draw,

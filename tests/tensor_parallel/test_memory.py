@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.distributed.mesh import Mesh
-from megalite.sharding import ShardSpec
+from megalite.layout.sharding import ShardSpec
+from megalite.layout.topology import Topology
 from megalite.tensor_parallel.context import TensorParallel
 from megalite.tensor_parallel.cross_entropy import (
     VocabShard,
@@ -18,9 +19,14 @@ from megalite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megalite.tensor_parallel.linear import ColumnParallelLinear
-from megalite.topology import Topology
-from tests.tensor_parallel.kit import draw, fill, relative_error, tensor_parallel, tokens_of
-from tests.tensor_parallel.memory import AllocationMeter
+from tests.tensor_parallel.kit.memory import AllocationMeter
+from tests.tensor_parallel.kit.pieces import (
+    draw,
+    fill,
+    relative_error,
+    tensor_parallel,
+    tokens_of,
+)
 from tests.tolerances import FLOAT32, PLAIN_FLOAT64
 
 

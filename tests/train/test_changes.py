@@ -8,20 +8,13 @@ from typing import Any
 
 import pytest
 
-from megalite.config_keys import keys
-from megalite.config_resume import HORIZON, accepted, may_change
+from megalite.config.names import keys
+from megalite.config.resume import HORIZON, accepted, may_change
+from megalite.distributed.agree import require_same_config
 from megalite.errors import ConfigError, MegaliteError
-from megalite.train.agreement import require_same_config
 from megalite.train.trainer import Trainer
 from tests.pool import RankPool
-from tests.train.kit import (
-    GLOBAL_BATCH,
-    LAYOUTS,
-    lines,
-    make_config,
-    train,
-    write_tokens,
-)
+from tests.train.kit.runs import GLOBAL_BATCH, LAYOUTS, lines, make_config, train, write_tokens
 
 PLACES = ("out", "data.path")  # the folder is a copy
 

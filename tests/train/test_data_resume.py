@@ -12,7 +12,7 @@ import pytest
 from megalite.config import RunConfig
 from megalite.train.changes import changed_data
 from tests.pool import RankPool
-from tests.train.kit import Outcome, lines, make_config, train, world_size, write_tokens
+from tests.train.kit.runs import Outcome, lines, make_config, train, world_size, write_tokens
 
 pytestmark = pytest.mark.long
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megalite.config import RunConfig
-from megalite.train.generate import generate, load_model, open_run
+from megalite.generate.generate import generate, load_model, open_run
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
-from tests.train.kit import (
+from tests.train.kit.runs import (
     checkpoint_tensors,
     different,
     lines,

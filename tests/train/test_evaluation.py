@@ -12,7 +12,7 @@ from megalite.config import RunConfig
 from megalite.train.batch import token_batches
 from megalite.train.evaluate import EvalResult, evaluate, evaluate_set
 from tests.pool import RankPool
-from tests.train.kit import (
+from tests.train.kit.runs import (
     GLOBAL_BATCH,
     SEQ_LENGTH,
     lines,

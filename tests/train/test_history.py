@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megalite.train.report import read_run
-from tests.train.kit import checkpoint_tensors, different, lines
+from megalite.record.report import read_run
+from tests.train.kit.runs import checkpoint_tensors, different, lines
 from tests.train.test_launch import (  # noqa: F401  server and runs are fixtures
     Runs,
     has_done,

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from megalite.config import RunConfig
-from megalite.config_text import to_toml
+from megalite.config.text import to_toml
 from megalite.data.sidecar import TokenizerInfo
 from megalite.errors import DataError
 from megalite.train.datasets import open_data
 from megalite.train.inputs import input_problems
 from tests.data.test_vocab_and_fingerprint import with_sidecar
-from tests.train.kit import SEQ_LENGTH, make_config
+from tests.train.kit.runs import SEQ_LENGTH, make_config
 
 MADE_BY = TokenizerInfo(file="a.model", sha256=hashlib.sha256(b"one").hexdigest(), trained=True)
 IDS = [*range(90), *range(7 + 3 * SEQ_LENGTH)]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from megalite.kernels import BackendError, Kernels, select
 
+from megalite.checks.settings import check_config
 from megalite.config import RunConfig
-from megalite.config_check import check_config
 from megalite.errors import CheckpointError, ConfigError
+from megalite.kernels import BackendError, Kernels, select
 from megalite.train import kernel_choice
 from megalite.train.kernel_choice import (
     choose_kernels,
@@ -20,7 +20,7 @@ from megalite.train.kernel_choice import (
     plain_on_gpu,
 )
 from tests.pool import RankPool
-from tests.train.kit import lines, losses, make_config, train, write_tokens
+from tests.train.kit.runs import lines, losses, make_config, train, write_tokens
 
 CPU = torch.device("cpu")
 

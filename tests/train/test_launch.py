@@ -18,8 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.main import app
-from megalite.config_text import to_toml
-from tests.train.kit import (
+from megalite.config.text import to_toml
+from tests import ROOT
+from tests.train.kit.runs import (
     GLOBAL_BATCH,
     checkpoint_tensors,
     different,
@@ -31,7 +32,6 @@ from tests.train.kit import (
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 FOREVER = 1_000_000
 
 
@@ -110,7 +110,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.train.cli_server"]
+    command = [sys.executable, "-m", "tests.train.kit.cli_server"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with subprocess.Popen(
         command,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
-from tests.train.kit import (
+from tests.train.kit.runs import (
     GLOBAL_BATCH,
     lines,
     losses,

@@ -11,7 +11,7 @@ import pytest
 
 from megalite.config import RunConfig
 from tests.pool import RankPool
-from tests.train.kit import (
+from tests.train.kit.runs import (
     GLOBAL_BATCH,
     checkpoint_tensors,
     different,

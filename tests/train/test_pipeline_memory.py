@@ -13,7 +13,7 @@ from megalite.schedules.memory import Held, memory_over_time, peak_memory
 from megalite.train.engine import Engine
 from tests.parity.case import Case, config_of, rank_batches
 from tests.pool import RankPool
-from tests.tensor_parallel.memory import AllocationMeter
+from tests.tensor_parallel.kit.memory import AllocationMeter
 
 pytestmark = pytest.mark.long
 

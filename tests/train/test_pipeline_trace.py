@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from megalite.cli.main import app
 from megalite.errors import ScheduleError
 from megalite.schedules import build
-from megalite.schedules.trace import TRACE_FILE, read_trace
+from megalite.schedules.view.trace import TRACE_FILE, read_trace
 from tests.pool import RankPool
-from tests.train.kit import make_config, train, write_tokens
+from tests.train.kit.runs import make_config, train, write_tokens
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from megalite.config import RunConfig
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.data.sampler import SampleOrder
 from megalite.train.policies import Spike, SpikeGuard
 from tests.pool import RankPool
-from tests.train.kit import (
+from tests.train.kit.runs import (
     SEQ_LENGTH,
     VOCAB,
     checkpoint_tensors,

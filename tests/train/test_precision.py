@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megalite.config import RunConfig
-from megalite.config_data import missing_inputs
+from megalite.config.inputs import missing_inputs
 from megalite.train.evaluate import evaluate
 from megalite.train.trainer import Trainer
 from tests.pool import RankPool
 from tests.tolerances import FLOAT16_UNIT, LAYOUT_LOSSES, PARITY_FLOAT64
-from tests.train.kit import (
+from tests.train.kit.runs import (
     GLOBAL_BATCH,
     checkpoint_tensors,
     different,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megalite.config import RunConfig
-from megalite.train.console import Console
+from megalite.record.console import Console
 from megalite.train.trainer import Trainer
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
-from tests.train.kit import (
+from tests.train.kit.runs import (
     Outcome,
     checkpoint_tensors,
     different,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config_keys import toml_value
+from megalite.config.names import toml_value
 from tests.pool import RankPool
-from tests.train.kit import (
+from tests.train.kit.runs import (
     GLOBAL_BATCH,
     VOCAB,
     Outcome,

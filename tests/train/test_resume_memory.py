@@ -9,10 +9,10 @@ import pytest
 
 from megalite.config import RunConfig
 from megalite.distributed.mesh import Mesh
-from megalite.topology import Topology
+from megalite.layout.topology import Topology
 from megalite.train.trainer import Trainer
-from tests.checkpoint.checkpoint_kit import in_child
-from tests.train.kit import make_config, write_tokens
+from tests.checkpoint.kit import in_child
+from tests.train.kit.runs import make_config, write_tokens
 
 pytestmark = pytest.mark.long
 

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests import ROOT
+
 TABLE = ROOT / "benchmarks" / "results" / "static_sm90.jsonl"
 SHARED_LIMIT = 227 * 1024
 REGISTERS = 65536
@@ -55,7 +55,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-P", "-m", "tests.kernels.aot.table", "--parts", "2", *arguments]
+    command = [sys.executable, "-P", "-m", "tests.kernels.aot", "--parts", "2", *arguments]
     parts = [
         subprocess.Popen(
             [*command, "--part", str(part)],

@@ -21,7 +21,7 @@ OTHERS = sorted(path.name for path in FOLDER.glob("test_*.py") if path.name != S
 collect_ignore = [STARTER] if INTERPRETED else OTHERS
 
 if INTERPRETED:
-    from tests.kernels.triton import memory_check, shim
+    from tests.kernels.triton.kit import memory_check, shim
 
     REPAIRED = shim.install()
     CHECKER = memory_check.Checker()

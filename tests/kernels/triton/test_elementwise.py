@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from megalite.kernels.triton_rope import rope_
-from megalite.kernels.triton_swiglu import swiglu_backward_, swiglu_forward
 from torch import Tensor
 
-from tests.kernels.triton.kit import (
+from megalite.kernels.triton.rope import rope_
+from megalite.kernels.triton.swiglu import swiglu_backward_, swiglu_forward
+from tests.kernels.triton.kit.inputs import (
     DTYPES,
     assert_guards_untouched,
     assert_near,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from megalite.kernels import reference_dropout
-from megalite.kernels.triton_dropout import dropout
-from megalite.kernels.triton_gelu import gelu_backward_, gelu_forward
-from megalite.kernels.triton_norm import column_sum
 from torch import Tensor
 
-from tests.kernels.triton.kit import (
+from megalite.kernels.plain import dropout as reference_dropout
+from megalite.kernels.triton.dropout import dropout
+from megalite.kernels.triton.gelu import gelu_backward_, gelu_forward
+from megalite.kernels.triton.norm import column_sum
+from tests.kernels.triton.kit.inputs import (
     DTYPES,
     assert_guards_untouched,
     assert_near,

@@ -6,11 +6,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from megalite.kernels.interpreter import REPAIRS
 from triton.runtime.errors import InterpreterError
 
-from tests.kernels.triton import shim
-from tests.kernels.triton.memory_check import Checker
+from megalite.kernels.triton.interpreter_repairs import REPAIRS
+from tests.kernels.triton.kit import shim
+from tests.kernels.triton.kit.memory_check import Checker
 
 
 @triton.jit

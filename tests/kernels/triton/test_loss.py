@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite.kernels import triton_cross_entropy as loss_kernels
 from torch import Tensor
 
-from tests.kernels.triton.kit import (
+from megalite.kernels.triton import cross_entropy as loss_kernels
+from tests.kernels.triton.kit.inputs import (
     DTYPES,
     assert_guards_untouched,
     assert_near,

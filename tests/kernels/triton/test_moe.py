@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite.kernels import reference_moe as moe
-from megalite.kernels import triton_grouped_gemm as gemm
-from megalite.kernels import triton_moe_permute as rows_of
 from torch import Tensor
 
-from tests.kernels.triton.kit import (
+from megalite.kernels.plain import moe as moe
+from megalite.kernels.triton import grouped_gemm as gemm
+from megalite.kernels.triton import moe_permute as rows_of
+from tests.kernels.triton.kit.inputs import (
     DTYPES,
     assert_guards_untouched,
     assert_near,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite.kernels.triton_norm import column_sum, norm_backward, norm_forward
 from torch import Tensor
 
-from tests.kernels.triton.kit import (
+from megalite.kernels.triton.norm import column_sum, norm_backward, norm_forward
+from tests.kernels.triton.kit.inputs import (
     DTYPES,
     assert_near,
     assert_same_bits,

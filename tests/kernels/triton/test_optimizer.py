@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite.kernels.triton_adamw import adamw_, sum_squares
-from megalite.kernels.triton_cast import scale_cast
 from torch import Tensor
 
-from tests.kernels.triton.kit import assert_guards_untouched, assert_near, assert_same_bits, draw
+from megalite.kernels.triton.adamw import adamw_, sum_squares
+from megalite.kernels.triton.cast import scale_cast
+from tests.kernels.triton.kit.inputs import (
+    assert_guards_untouched,
+    assert_near,
+    assert_same_bits,
+    draw,
+)
 
 SETTINGS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 

@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from megalite.kernels import triton_adamw_plan
-from megalite.kernels.adamw_operations import ReferenceAdamW, TritonAdamW
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
+from megalite.kernels.plain.adamw import ReferenceAdamW
+from megalite.kernels.triton import adamw_plan as triton_adamw_plan
+from megalite.kernels.triton.adamw_plan import TritonAdamW
+from megalite.layout.topology import Topology
 from megalite.optim.zero1 import DistributedOptimizer
-from megalite.topology import Topology
-from tests.kernels.triton import shim
-from tests.optim.synthetic import (
+from tests.kernels.triton.kit import shim
+from tests.optim.kit.synthetic import (
     SyntheticChunk,
     accumulate,
     differing_replicas,

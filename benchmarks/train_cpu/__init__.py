@@ -1,0 +1,1 @@
+"""Training on CPU beside a plain transformers loop: `python -m benchmarks.train_cpu`."""

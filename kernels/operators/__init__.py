@@ -1,0 +1,1 @@
+"""The custom operators `torch.ops.megalite.*` behind `megalite.kernels.functional`."""

@@ -1,0 +1,204 @@
+"""Kernels of other packages, used where the image brings them and a config asks for them by name.
+
+`probe` says what was found, or raises what is missing and how to get it; nothing here falls back to
+something else. What uses them is in others/apex.py and others/attention.py.
+
+apex means NVIDIA's, which is installed from source. The project called apex on PyPI is an unrelated
+toolkit for Pyramid: a package of that name proves nothing, so its folders and its compiled half,
+`amp_C`, are looked for before anything of it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.attention
+
+from megalite.kernels.errors import BackendError
+
+_APEX_SOURCE = (
+    "install NVIDIA's from source, https://github.com/NVIDIA/apex, with its C++ and CUDA "
+    "extensions, or use an image that has it (`pip install apex` gets an unrelated project)"
+)
+_TORCH_IMPLS = {
+    "fa3": ("FA3", "flash_attn_interface", "FlashAttention 3, the hopper/ folder of flash-attn"),
+    "fa4": ("FA4", "flash_attn.cute.interface", "FlashAttention 4, `pip install flash-attn-4`"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """An optional kernel that is there: its name here, what it is, its version and place."""
+
+    name: str
+    what: str
+    version: str
+    origin: str
+
+
+def probe(name: str) -> Found:
+    """What was found of an optional kernel; see `NAMES`. Raises BackendError with what to install.
+
+    Says nothing of devices: that is checked where the kernel is taken into use.
+    """
+    if name not in _PROBES:
+        raise BackendError(f"optional kernel {name!r} is not known; allowed: {', '.join(NAMES)}")
+    return _PROBES[name]()
+
+
+def apex_attribute(module: str, attribute: str, asked: str) -> Any:
+    """An attribute of a module of NVIDIA's apex; BackendError where it is another or incomplete.
+
+    asked: the setting, for the message.
+    """
+    _require_nvidia_apex(asked)
+    try:
+        found = importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # OSError: a library
+        raise BackendError(
+            f"{asked}: {module} of the installed apex cannot be imported ({error}); {_APEX_SOURCE}"
+        ) from error
+    if not hasattr(found, attribute):
+        raise BackendError(f"{asked}: {module} has no {attribute}; {_APEX_SOURCE}")
+    return getattr(found, attribute)
+
+
+def _require_nvidia_apex(asked: str) -> None:
+    """BackendError unless the package apex is NVIDIA's with its extensions; imports nothing."""
+    spec = find_spec("apex")
+    if spec is None:
+        raise BackendError(f"{asked}: apex is not installed; {_APEX_SOURCE}")
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    if not any((folder / "optimizers").is_dir() for folder in folders):
+        raise BackendError(
+            f"{asked}: the installed apex{_described('apex')} is not NVIDIA's but the unrelated "
+            f"project of that name; uninstall it and {_APEX_SOURCE}"
+        )
+    if find_spec("amp_C") is None:
+        raise BackendError(
+            f"{asked}: the installed apex was built without its CUDA extensions (no module amp_C); "
+            f"{_APEX_SOURCE}"
+        )
+
+
+def _described(project: str) -> str:
+    """A project's version and summary, in brackets, as far as known."""
+    try:
+        metadata = distribution(project).metadata
+    except PackageNotFoundError:
+        return ""
+    return f" ({metadata['Version']}: {metadata['Summary']})"
+
+
+def _version(project: str) -> str:
+    try:
+        return distribution(project).version
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _probe_apex_adamw() -> Found:
+    found = apex_attribute("apex.optimizers", "FusedAdam", "optimizer.adam=apex")
+    return Found("apex_adamw", "apex.optimizers.FusedAdam", _version("apex"), _place(found))
+
+
+def _probe_apex_rms_norm() -> Found:
+    asked = "kernels.norm=apex"
+    found = apex_attribute("apex.normalization", "FusedRMSNorm", asked)
+    apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", asked)
+    return Found(
+        "apex_rms_norm", "apex.normalization.FusedRMSNorm", _version("apex"), _place(found)
+    )
+
+
+def _place(thing: Any) -> str:
+    """The file in which a class was defined."""
+    try:
+        return inspect.getfile(thing)
+    except (TypeError, OSError):
+        return "unknown"
+
+
+def _probe_sdpa_flash() -> Found:
+    return Found("sdpa_flash", "torch's flash attention", torch.__version__, torch.__file__)
+
+
+def _probe_sdpa_cudnn() -> Found:
+    if not torch.backends.cudnn.is_available():
+        raise BackendError(
+            f"kernels.attention=sdpa_cudnn: torch {torch.__version__} has no cuDNN here; install a "
+            "CUDA build of torch on a machine with a GPU, or use kernels.attention=auto"
+        )
+    version = str(torch.backends.cudnn.version())
+    return Found("sdpa_cudnn", "cuDNN attention through torch", version, torch.__file__)
+
+
+def _probe_flash(name: str) -> Found:
+    """FA3 or FA4 as torch registers them: torch's side, then the package's."""
+    impl, module, package = _TORCH_IMPLS[name]
+    listed = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
+    if impl not in listed or not _varlen_takes("window_size", "enable_gqa"):
+        raise BackendError(
+            f"kernels.attention={name}: torch {torch.__version__} cannot take {impl} into its "
+            "attention; use torch 2.13 or newer, or kernels.attention=auto"
+        )
+    top, _, rest = module.partition(".")
+    spec = find_spec(top)
+    if spec is None or not _has_submodule(spec.submodule_search_locations or (), rest):
+        raise BackendError(
+            f"kernels.attention={name}: no module {module}; install {package}, or use "
+            "kernels.attention=auto"
+        )
+    version = _version("flash-attn-4" if name == "fa4" else "flash-attn-3")
+    return Found(name, package.split(",")[0], version, str(spec.origin))
+
+
+def _varlen_takes(*names: str) -> bool:
+    """Whether torch's attention over packed documents exists and has these arguments."""
+    try:
+        varlen = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return False
+    return set(names) <= set(inspect.signature(varlen.varlen_attn).parameters)
+
+
+def _has_submodule(places: Any, dotted: str) -> bool:
+    """Whether a package in `places` has a module, without importing the package."""
+    if not dotted:
+        return True
+    path = Path(*dotted.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return any((Path(place) / file).is_file() for place in places for file in files)
+
+
+def activate_flash(name: str) -> None:
+    """Take FA3 or FA4 into torch's attention, for this process. Raises BackendError."""
+    impl, module, package = _TORCH_IMPLS[name]
+    if torch.nn.attention.current_flash_attention_impl() == impl:
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl(impl)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise BackendError(
+            f"kernels.attention={name}: torch cannot take {module} into its attention ({error}); "
+            f"install {package}, or use kernels.attention=auto"
+        ) from error
+
+
+_PROBES: dict[str, Callable[[], Found]] = {
+    "apex_adamw": _probe_apex_adamw,
+    "apex_rms_norm": _probe_apex_rms_norm,
+    "sdpa_flash": _probe_sdpa_flash,
+    "sdpa_cudnn": _probe_sdpa_cudnn,
+    "fa3": lambda: _probe_flash("fa3"),
+    "fa4": lambda: _probe_flash("fa4"),
+}
+NAMES = tuple(_PROBES)

@@ -1,0 +1,1 @@
+"""The operations in plain torch: their definition, and the path of CPUs."""

@@ -1,0 +1,126 @@
+"""Causal attention within documents in plain torch: whole, in a sliding window, with dropout.
+
+Shapes: T tokens, N query heads, K key/value heads, H head dim; L tokens of a document. All of it is
+differentiable by autograd. 16-bit tensors on CPU are computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.kernels.plain.dropout import AttentionDropout, dropout, dropout_mask
+from megalite.kernels.plain.intervals import check_documents
+
+_WINDOW_BLOCK = 256  # queries that share one slice of keys under a sliding window
+
+
+def attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Sequence[int],
+    window: int | None = None,
+    drop: AttentionDropout | None = None,
+) -> Tensor:
+    """Causal attention within documents: out[T, N, H].
+
+    cu_seqlens: document boundaries [0, ..., T]; a token sees itself and earlier tokens of its own
+    document, of which the last `window` only, itself included. Query head n reads key/value head
+    n // (N / K). `drop` drops attention weights; that path keeps L x L weights a head. Raises
+    ValueError.
+    """
+    if q_TNH.device.type == "cpu" and q_TNH.dtype in (torch.bfloat16, torch.float16):
+        wide = (x.float() for x in (q_TNH, k_TKH, v_TKH))
+        return attention(*wide, cu_seqlens, window, drop).to(q_TNH.dtype)
+    check_documents(cu_seqlens, window)
+    if cu_seqlens[-1] != len(q_TNH):
+        raise ValueError(
+            f"attention: documents end at {cu_seqlens[-1]}, but there are {len(q_TNH)} tokens"
+        )
+    documents = [(start, stop) for start, stop in pairwise(cu_seqlens) if start < stop]
+    lengths = [stop - start for start, stop in documents]
+    if not lengths:
+        return q_TNH.clone()
+    if len(set(lengths)) == 1:
+        return _documents(q_TNH, k_TKH, v_TKH, lengths[0], window, drop)
+    parts = (x.split(lengths) for x in (q_TNH, k_TKH, v_TKH))
+    drops = [_moved(drop, start) for start, _ in documents]
+    return torch.cat(
+        [_documents(q, k, v, len(q), window, d) for q, k, v, d in zip(*parts, drops, strict=True)]
+    )
+
+
+def _moved(drop: AttentionDropout | None, start: int) -> AttentionDropout | None:
+    return None if drop is None else drop._replace(first_token=drop.first_token + start)
+
+
+def _documents(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    length_tokens: int,
+    window: int | None,
+    drop: AttentionDropout | None,
+) -> Tensor:
+    """Attention of documents of one length, side by side."""
+    heads = (x.view(-1, length_tokens, *x.shape[1:]) for x in (q_TNH, k_TKH, v_TKH))
+    q, k, v = (x.transpose(1, 2) for x in heads)
+    if drop is not None:
+        out = _with_dropout(q, k, v, window, drop)
+    elif window is not None and window < length_tokens:
+        out = _windowed(q, k, v, window)
+    else:
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.transpose(1, 2).reshape(q_TNH.shape)
+
+
+def _seen(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
+    """bool [queries, keys]: the key is the query's own token or one of its window before it."""
+    distance = (
+        torch.arange(queries.start, queries.stop, device=device)[:, None]
+        - torch.arange(keys.start, keys.stop, device=device)[None, :]
+    )
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Blocks of queries against the keys that any of them sees: L x (window + block) scores."""
+    grouped, length, parts = q.shape[1] != k.shape[1], q.shape[2], []
+    for start in range(0, length, _WINDOW_BLOCK):
+        queries = range(start, min(start + _WINDOW_BLOCK, length))
+        keys = range(max(0, start - window + 1), queries.stop)
+        block = slice(keys.start, keys.stop)
+        parts.append(
+            F.scaled_dot_product_attention(
+                q[:, :, queries.start : queries.stop],
+                k[:, :, block],
+                v[:, :, block],
+                attn_mask=_seen(queries, keys, window, q.device),
+                enable_gqa=grouped,
+            ).transpose(1, 2)
+        )
+    return torch.cat(parts, 1).transpose(1, 2)
+
+
+def _with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, drop: AttentionDropout
+) -> Tensor:
+    """Every weight of every head made, dropped and multiplied: [documents, heads, L, H]."""
+    documents, heads, length, head_dim = q.shape
+    group = heads // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+    seen = _seen(range(length), range(length), window, q.device)
+    scores = (q @ k.transpose(2, 3)).mul_(head_dim**-0.5).masked_fill_(~seen, -torch.inf)
+    token = torch.arange(documents * length, device=q.device).view(documents, 1, length)
+    token += drop.first_token
+    plane = torch.arange(heads, device=q.device).view(1, heads, 1, 1) + drop.first_head
+    keep = dropout_mask(drop.key, drop.p, token.unsqueeze(3), token.unsqueeze(2), plane)
+    return dropout(scores.softmax(-1), keep, drop.p) @ v

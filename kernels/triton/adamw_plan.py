@@ -1,0 +1,70 @@
+"""A step of AdamW in one pass over memory for each run, with everything that changes on the device.
+
+A run's gradient is read once, multiplied by the clip coefficient over the loss scale on the way,
+and its weight, moments and 16-bit copy are written in the same pass. What changes from step to step
+travels in one small tensor, so that nothing is compiled anew and no kernel waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.adamw_operations import AdamWPlan, AdamWRun, AdamWSettings, check_count
+from megalite.kernels.triton.adamw import adamw_, sum_squares
+
+
+class TritonAdamW:
+    """The operations in Triton."""
+
+    def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
+        """One pass over memory for each run, the 16-bit copy included."""
+        return OnePassAdamW(runs, settings)
+
+    def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Sum of squares over all of some contiguous 1-D tensors of `device`: 0-d float64."""
+        sums = torch.zeros(max(len(xs), 1), dtype=torch.float64, device=device)
+        for i, x in enumerate(xs):
+            sum_squares(x, sums[i : i + 1])
+        return sums.sum()
+
+
+class OnePassAdamW:
+    """An `AdamWPlan` of one kernel launch a run."""
+
+    takes_factor = True
+    writes_low = True
+
+    def __init__(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> None:
+        self._runs, self._settings = list(runs), settings
+        self._scales = list(dict.fromkeys(run.lr_scale for run in runs))
+        device = runs[0].weight.device if runs else torch.device("cpu")
+        # one row for each rate scale, as `adamw_` reads it
+        self._hyper = torch.zeros(len(self._scales), 4, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def update(self, lr: float, num_updates: int, factor: float) -> None:
+        """See `AdamWPlan`."""
+        check_count(num_updates)
+        if not self._runs:
+            return
+        settings = self._settings
+        bias1 = 1.0 - settings.beta1**num_updates
+        bias2 = 1.0 - settings.beta2**num_updates
+        rows = [[lr * scale, bias1, bias2, factor] for scale in self._scales]
+        self._hyper.copy_(torch.tensor(rows, dtype=torch.float32))
+        for run in self._runs:
+            adamw_(
+                run.weight,
+                run.grad,
+                run.exp_avg,
+                run.exp_avg_sq,
+                self._hyper[self._scales.index(run.lr_scale)],
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                eps=settings.eps,
+                weight_decay=run.weight_decay,
+                low=run.low,
+            )

@@ -1,0 +1,290 @@
+"""The backward of attention in Triton: dQ, and dK with dV, in separate kernels.
+
+With p, ds as in `triton.attention`. Seven products instead of five, but no atomics, so gradients
+are the same bits on every run. Dropout recomputes the forward's mask from its counters.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.kernels.arguments import OPTIONS, cdiv, check_shape
+from megalite.kernels.plain.intervals import Intervals
+from megalite.kernels.triton.attention_tiles import (
+    LOG2_E,
+    NO_DROP,
+    UNSPECIALIZED,
+    Drop,
+    Tiles,
+    bounds,
+    check_inputs,
+    default_tiles,
+    flat,
+    key_words,
+    load_tile,
+    operand,
+    positive_scale,
+    query_words,
+    store_tile,
+    tma_fits,
+)
+from megalite.kernels.triton.dropout import kept
+
+
+@triton.jit
+def _row_stats(stats_ptr, head, row, rows, N: tl.constexpr, ROWS: tl.constexpr):
+    """(base-2 lse, delta) of rows; lse is +inf past the end."""
+    inside = row + tl.arange(0, ROWS) < rows
+    at = head.to(tl.int64) * rows + row + tl.arange(0, ROWS)
+    lse = tl.load(stats_ptr + at, mask=inside, other=float("inf"))
+    stats_ptr += tl.cast(rows, tl.int64) * N
+    return lse, tl.load(stats_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _dq_step(
+    q, do, lse, delta, dq, k_src, v_src, column, keys, head, k_stride, v_stride, lo, up, scale,
+    a, b, first_key, key0, threshold, keep_scale,
+    BN: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    k = load_tile(k_src, column, keys, head, k_stride, BN, H, TMA)
+    v = load_tile(v_src, column, keys, head, v_stride, BN, H, TMA)
+    s = tl.dot(q, k.T, input_precision="ieee")
+    p = tl.exp2(s * scale - lse[:, None])
+    if MASK:
+        j = column + tl.arange(0, BN)
+        seen = (j[None, :] >= lo[:, None]) & (j[None, :] < up[:, None])
+        p = tl.where(seen, p, 0.0)
+    dp = tl.dot(do, v.T, input_precision="ieee")
+    if DROP:
+        c = key_words(first_key, column, key0, BN)
+        dp = tl.where(kept(a[:, None], b[:, None], c[None, :], threshold), dp * keep_scale, 0.0)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _dq_kernel(
+    q_src, k_src, v_src, do_src, stats_ptr, dq_ptr, lo_ptr, up_ptr, queries, keys,
+    q_stride, k_stride, v_stride, do_stride, scale, dq_scale,
+    first_query, first_key, first_head, key0, key1, threshold, keep_scale,
+    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    head = tl.program_id(1)
+    kv_head = head // GROUP
+    lo, up, start, full_start, full_stop, stop = bounds(lo_ptr, up_ptr, row, queries, keys, BM, BN)
+    q = load_tile(q_src, row, queries, head, q_stride, BM, H, TMA)
+    do = load_tile(do_src, row, queries, head, do_stride, BM, H, TMA)
+    lse, delta = _row_stats(stats_ptr, head, row, queries, N, BM)
+    BLOCK: tl.constexpr = triton.next_power_of_2(H)
+    dq = tl.zeros((BM, BLOCK), dtype=tl.float32)
+    a = 0
+    b = 0
+    if DROP:
+        a, b = query_words(first_query, row, first_head + head, key0, key1, BM)
+    left = full_start - start
+    for i in range(0, left + stop - full_stop, BN):
+        column = tl.where(i < left, start + i, full_stop + i - left)
+        dq = _dq_step(
+            q, do, lse, delta, dq, k_src, v_src, column, keys, kv_head, k_stride, v_stride, lo, up,
+            scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, True, DROP,
+        )  # fmt: skip
+    for column in range(full_start, full_stop, BN):
+        dq = _dq_step(
+            q, do, lse, delta, dq, k_src, v_src, column, keys, kv_head, k_stride, v_stride, lo, up,
+            scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, False, DROP,
+        )  # fmt: skip
+    store_tile(dq_ptr, dq * dq_scale, row, queries, head, N * H, BM, H)
+
+
+@triton.jit
+def _dkdv_step(
+    k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride, lo, up, scale,
+    c, first_query, first_head, key0, key1, threshold, keep_scale,
+    N: tl.constexpr, BM: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    """Scores are transposed here, [keys, queries]: p and ds feed the products from registers."""
+    q = load_tile(q_src, row, queries, head, q_stride, BM, H, TMA)
+    do = load_tile(do_src, row, queries, head, do_stride, BM, H, TMA)
+    lse, delta = _row_stats(stats_ptr, head, row, queries, N, BM)
+    s = tl.dot(k, q.T, input_precision="ieee")
+    p = tl.exp2(s * scale - lse[None, :])
+    if MASK:
+        i = row + tl.arange(0, BM)
+        seen = (i[None, :] >= lo[:, None]) & (i[None, :] < up[:, None])
+        p = tl.where(seen, p, 0.0)
+    if DROP:
+        a, b = query_words(first_query, row, first_head + head, key0, key1, BM)
+        keep = kept(a[None, :], b[None, :], c[:, None], threshold)
+    if DV:
+        dropped = p
+        if DROP:
+            dropped = tl.where(keep, p * keep_scale, 0.0)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
+    if DK:
+        dp = tl.dot(v, do.T, input_precision="ieee")
+        if DROP:
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _dkdv_kernel(
+    q_src, k_src, v_src, do_src, stats_ptr, dk_ptr, dv_ptr, lo_ptr, up_ptr, queries, keys,
+    q_stride, k_stride, v_stride, do_stride, scale, dk_scale,
+    first_query, first_key, first_head, key0, key1, threshold, keep_scale,
+    K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr, TWO_LOOPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DROP: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BN
+    kv_head = tl.program_id(1)
+    lo, up, start, full_start, full_stop, stop = bounds(
+        lo_ptr, up_ptr, column, keys, queries, BN, BM
+    )
+    k = load_tile(k_src, column, keys, kv_head, k_stride, BN, H, TMA)
+    v = load_tile(v_src, column, keys, kv_head, v_stride, BN, H, TMA)
+    BLOCK: tl.constexpr = triton.next_power_of_2(H)
+    dk = tl.zeros((BN, BLOCK), dtype=tl.float32)
+    dv = tl.zeros((BN, BLOCK), dtype=tl.float32)
+    if not TWO_LOOPS:
+        full_start = stop
+        full_stop = stop
+    c = 0
+    if DROP:
+        c = key_words(first_key, column, key0, BN)
+    N: tl.constexpr = K * GROUP
+    # one loop over all query heads of the group: nested loops cost registers
+    left = full_start - start
+    span = left + stop - full_stop
+    head = kv_head * GROUP
+    i = 0
+    for _ in range(0, span * GROUP, BM):
+        row = tl.where(i < left, start + i, full_stop + i - left)
+        dk, dv = _dkdv_step(
+            k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride,
+            lo, up, scale, c, first_query, first_head, key0, key1, threshold, keep_scale,
+            N, BM, H, TMA, True, DK, DV, DROP,
+        )  # fmt: skip
+        i += BM
+        head += tl.where(i == span, 1, 0)
+        i = tl.where(i == span, 0, i)
+    if TWO_LOOPS:
+        head = kv_head * GROUP
+        row = full_start
+        for _ in range(0, (full_stop - full_start) * GROUP, BM):
+            dk, dv = _dkdv_step(
+                k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride,
+                lo, up, scale, c, first_query, first_head, key0, key1, threshold, keep_scale,
+                N, BM, H, TMA, False, DK, DV, DROP,
+            )  # fmt: skip
+            row += BM
+            head += tl.where(row == full_stop, 1, 0)
+            row = tl.where(row == full_stop, full_start, row)
+    if DK:
+        store_tile(dk_ptr, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
+    if DV:
+        store_tile(dv_ptr, dv, column, keys, kv_head, K * H, BN, H)
+
+
+def attention_backward(
+    do_TNH: Tensor,
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    stats_2NT: Tensor,
+    mask: Intervals,
+    *,
+    scale: float | None = None,
+    drop: Drop | None = None,
+    dq_tiles: Tiles | None = None,
+    dkdv_tiles: Tiles | None = None,
+    tma: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq[T, N, H], dk[S, K, H], dv[S, K, H]); stats from `attention_delta`, drop as forward.
+
+    Raises TypeError, ValueError.
+    """
+    check_inputs(q_TNH, k_SKH, v_SKH, mask)
+    queries, heads, head_dim = q_TNH.shape
+    keys, kv_heads, _ = k_SKH.shape
+    check_shape("attention_backward", (queries, heads, head_dim), do=do_TNH)
+    check_shape("attention_backward", (2, heads, queries), stats=stats_2NT)
+    q, k, v, do = (flat(x) for x in (q_TNH, k_SKH, v_SKH, do_TNH))
+    dq_TNH = q_TNH.new_empty(queries, heads, head_dim)
+    dk_SKH, dv_SKH = (k_SKH.new_empty(keys, kv_heads, head_dim) for _ in range(2))
+    if not (queries and keys):
+        return dq_TNH.zero_(), dk_SKH.zero_(), dv_SKH.zero_()
+    use_tma = tma_fits(head_dim, q, k, v, do) if tma is None else tma
+    scale = positive_scale(scale, head_dim)
+    dropping = drop.arguments() if drop else NO_DROP
+    strides = (q.stride(0), k.stride(0), v.stride(0), do.stride(0))
+    t = dq_tiles or default_tiles("dq", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
+    _dq_kernel[(cdiv(queries, t.queries), heads)](
+        operand(q, t.queries, head_dim, use_tma),
+        operand(k, t.keys, head_dim, use_tma),
+        operand(v, t.keys, head_dim, use_tma),
+        operand(do, t.queries, head_dim, use_tma),
+        stats_2NT,
+        dq_TNH,
+        mask.lo.contiguous(),
+        mask.up.contiguous(),
+        queries,
+        keys,
+        *strides,
+        scale * LOG2_E,
+        scale,
+        *dropping,
+        N=heads,
+        GROUP=heads // kv_heads,
+        H=head_dim,
+        BM=t.queries,
+        BN=t.keys,
+        TMA=use_tma,
+        DROP=drop is not None,
+        num_warps=t.warps,
+        num_stages=t.stages,
+        **OPTIONS,
+    )
+    t = dkdv_tiles or default_tiles("dkdv", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
+    # both sums of 256 columns do not fit in registers: each gets a pass of its own
+    passes = [(True, True)] if head_dim <= 128 else [(True, False), (False, True)]
+    for with_dk, with_dv in passes:
+        _dkdv_kernel[(cdiv(keys, t.keys), kv_heads)](
+            operand(q, t.queries, head_dim, use_tma),
+            operand(k, t.keys, head_dim, use_tma),
+            operand(v, t.keys, head_dim, use_tma),
+            operand(do, t.queries, head_dim, use_tma),
+            stats_2NT,
+            dk_SKH,
+            dv_SKH,
+            mask.key_lo.contiguous(),
+            mask.key_up.contiguous(),
+            queries,
+            keys,
+            *strides,
+            scale * LOG2_E,
+            scale,
+            *dropping,
+            K=kv_heads,
+            GROUP=heads // kv_heads,
+            H=head_dim,
+            BM=t.queries,
+            BN=t.keys,
+            TMA=use_tma,
+            TWO_LOOPS=t.two_loops,
+            DK=with_dk,
+            DV=with_dv,
+            DROP=drop is not None,
+            num_warps=t.warps,
+            num_stages=t.stages,
+            **OPTIONS,
+        )
+    return dq_TNH, dk_SKH, dv_SKH

@@ -1,0 +1,64 @@
+"""Scale and cast with saturation in Triton: out = saturate(x * scale) in out's type.
+
+Values beyond the largest finite number of out's type become that number; NaN stays NaN. The scale
+is read from the device, so that it may come from a kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.kernels.arguments import OPTIONS, cdiv, check_float, check_shape
+from megalite.kernels.triton.tables import choose
+
+OUT_TYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+@triton.jit
+def _cast_kernel(x_ptr, out_ptr, scale_ptr, num_elements, LARGEST: tl.constexpr, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < num_elements
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    # comparisons with NaN are false, so NaN passes both
+    x = tl.where(x > LARGEST, LARGEST, x)
+    x = tl.where(x < -LARGEST, -LARGEST, x)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def scale_cast(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+    """out = saturate(x * scale); contiguous tensors of one shape, scale one float32 on the device.
+
+    out may be x. Raises TypeError, ValueError.
+    """
+    check_float("scale_cast", x=x)
+    check_shape("scale_cast", tuple(x.shape), out=out)
+    if out.dtype not in OUT_TYPES:
+        raise TypeError(f"scale_cast: out is {out.dtype}, expected one of {OUT_TYPES}")
+    if not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError("scale_cast: x and out must be contiguous")
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(
+            f"scale_cast: scale is {scale.dtype} {tuple(scale.shape)}, not one float32"
+        )
+    if x.numel():
+        use = choose("cast")
+        _cast_kernel[(cdiv(x.numel(), use["block"]),)](
+            x,
+            out,
+            scale,
+            x.numel(),
+            LARGEST=torch.finfo(out.dtype).max,
+            B=use["block"],
+            num_warps=use["warps"],
+            **OPTIONS,
+        )
+    return out

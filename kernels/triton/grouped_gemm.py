@@ -1,0 +1,418 @@
+"""Products of each expert's rows with its weights in Triton: y, dx and dW of ragged groups.
+
+    y[r] = x[r] @ W[e]^T,  dx[r] = dy[r] @ W[e],  dW[e] (+)= sum over rows r of e of dy[r]^T x[r]
+
+W is [E, F, D]; expert e has rows offset[e] to offset[e + 1] - 1. Which expert a tile of rows
+belongs to is computed on the device (`row_tiles`): the grid is an upper bound, and programs past
+the last tile return at once. Rows after the last expert's are written as zeros. Sums are float32
+in a fixed order; float32 products are full float32 (`ieee`).
+
+Operands come through TMA descriptors where memory is aligned, else through masked pointers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megalite.kernels.arguments import (
+    OPTIONS,
+    cdiv,
+    check_float,
+    check_last_contiguous,
+    check_same,
+    check_shape,
+    next_power_of_2,
+    rows_readable,
+)
+from megalite.kernels.plain.moe import check_groups
+from megalite.kernels.triton.tables import choose
+
+MAX_EXPERTS = 1024
+_TABLE = 8192  # elements of a table that a program holds
+
+
+@triton.jit
+def _row_tiles_kernel(
+    offset_ptr,
+    tile_ptr,
+    num_rows,
+    num_tiles,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    group = tl.arange(0, GROUPS)  # group E: the rows after the last expert's
+    start = tl.load(offset_ptr + group, mask=group <= E, other=0)
+    start = tl.where(group <= E, start, num_rows)
+    stop = tl.load(offset_ptr + group + 1, mask=group < E, other=0)
+    stop = tl.where(group < E, stop, num_rows)
+    tiles = (stop - start + ROWS - 1) // ROWS
+    last = tl.cumsum(tiles, 0)
+    first = last - tiles
+    mine = (tile[:, None] >= first[None, :]) & (tile[:, None] < last[None, :])
+    row = start[None, :] + (tile[:, None] - first[None, :]) * ROWS
+    at = tile_ptr + tile.to(tl.int64) * 3
+    inside = tile < num_tiles
+    # one group or none has the tile; the expert is -1 where none has
+    tl.store(at, tl.sum(tl.where(mine, group[None, :] + 1, 0), 1) - 1, mask=inside)
+    tl.store(at + 1, tl.sum(tl.where(mine, row, 0), 1), mask=inside)
+    tl.store(at + 2, tl.sum(tl.where(mine, stop[None, :], 0), 1), mask=inside)
+
+
+@triton.jit
+def _load(
+    source, row, column, row_stop, column_stop, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] at (row, column); by pointers 0 from either stop on."""
+    if TMA:
+        tile = source.load([row, column])
+    else:
+        at = row + tl.arange(0, ROWS).to(tl.int64)
+        across = column + tl.arange(0, COLUMNS)
+        inside = (at < row_stop)[:, None] & (across < column_stop)[None, :]
+        tile = tl.load(source + (at * stride)[:, None] + across[None, :], mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_sums(
+    out_ptr, value, row, column, rows, columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    at = row + tl.arange(0, ROWS).to(tl.int64)
+    across = column + tl.arange(0, COLUMNS)
+    inside = (at < rows)[:, None] & (across < columns)[None, :]
+    out_at = out_ptr + (at * stride)[:, None] + across[None, :]
+    if ACCUMULATE:
+        value += tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _grouped_rows_kernel(
+    x_src, weight_src, out_ptr, tile_ptr, num_inner, num_columns,
+    x_stride, weight_stride, weight_rows, out_stride,
+    E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """out[rows of a tile] = x @ W[e]^T (TRANSPOSED) or x @ W[e], a block of columns a program."""
+    blocks = (num_columns + BN - 1) // BN
+    # neighbours share rows of x, and soon after the expert's weights
+    tile_at = tile_ptr + (tl.program_id(0) // blocks).to(tl.int64) * 3
+    column = tl.program_id(0) % blocks * BN
+    expert = tl.load(tile_at)
+    if expert < 0:
+        return
+    row = tl.load(tile_at + 1)
+    row_stop = tl.load(tile_at + 2)
+    first = expert * weight_rows
+    stop = first + weight_rows
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, tl.where(expert < E, num_inner, 0), BK):
+        x = _load(x_src, row, k, row_stop, num_inner, x_stride, BM, BK, TMA)
+        if TRANSPOSED:
+            weight = _load(
+                weight_src, first + column, k, stop, num_inner, weight_stride, BN, BK, TMA
+            )
+            acc = tl.dot(x, weight.T, acc, input_precision="ieee")
+        else:
+            weight = _load(
+                weight_src, first + k, column, stop, num_columns, weight_stride, BK, BN, TMA
+            )
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
+    _store_sums(out_ptr, acc, row, column, row_stop, num_columns, out_stride, BM, BN, False)
+
+
+@triton.jit
+def _grouped_weight_grad_kernel(
+    dy_src, x_src, dy_ptr, x_ptr, out_ptr, offset_ptr, num_rows_out, num_columns,
+    dy_stride, x_stride, expert_stride, out_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A block of dW[e]: the expert's rows in order, whole blocks first, then what is left."""
+    row_blocks = (num_rows_out + BM - 1) // BM
+    column_blocks = (num_columns + BN - 1) // BN
+    expert = tl.program_id(0) // (row_blocks * column_blocks)
+    block = tl.program_id(0) % (row_blocks * column_blocks)
+    out_row = block // column_blocks * BM
+    column = block % column_blocks * BN
+    start = tl.load(offset_ptr + expert)
+    stop = tl.load(offset_ptr + expert + 1)
+    whole = stop
+    if TMA:
+        whole = start + (stop - start) // BK * BK
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for row in range(start, whole, BK):
+        dy = _load(dy_src, row, out_row, stop, num_rows_out, dy_stride, BK, BM, TMA)
+        x = _load(x_src, row, column, stop, num_columns, x_stride, BK, BN, TMA)
+        acc = tl.dot(dy.T, x, acc, input_precision="ieee")
+    if TMA:
+        # a descriptor would read on into the next expert's rows
+        for row in tl.range(whole, stop, BK, num_stages=1):
+            dy = _load(dy_ptr, row, out_row, stop, num_rows_out, dy_stride, BK, BM, False)
+            x = _load(x_ptr, row, column, stop, num_columns, x_stride, BK, BN, False)
+            acc = tl.dot(dy.T, x, acc, input_precision="ieee")
+    out_ptr += expert.to(tl.int64) * expert_stride
+    # in halves: a buffer's values beside all sums would take twice the registers
+    halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
+    left, right = tl.split(halves)
+    _store_sums(
+        out_ptr,
+        left,
+        out_row,
+        column,
+        num_rows_out,
+        num_columns,
+        out_stride,
+        BM,
+        BN // 2,
+        ACCUMULATE,
+    )
+    column += BN // 2
+    _store_sums(
+        out_ptr,
+        right,
+        out_row,
+        column,
+        num_rows_out,
+        num_columns,
+        out_stride,
+        BM,
+        BN // 2,
+        ACCUMULATE,
+    )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows and columns of a block of results, elements summed at once, warps, pipeline stages."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def default_tiles(kernel: str, dtype: torch.dtype) -> Tiles:
+    """Tiles of a kernel ("rows", "weight_grad") by the committed table (`tables`)."""
+    return Tiles(**choose(f"grouped_{kernel}", float32=dtype == torch.float32))
+
+
+class RowTiles(NamedTuple):
+    """Tiles of `rows` rows: int32 [tiles, 3], expert, first row, end of the expert's rows.
+
+    The expert is E for rows after the last expert's, and -1 past the last tile.
+    """
+
+    tile_M3: Tensor
+    rows: int
+
+
+def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> RowTiles:
+    """Cut each group into tiles of `rows` rows; forward and backward can share the result."""
+    experts = len(offset_E1) - 1
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"row_tiles: {experts} experts, expected 1 to {MAX_EXPERTS}")
+    # E groups and the rows after them, each with one tile that is not full at most
+    num_tiles = cdiv(num_rows, rows) + experts
+    tile_M3 = offset_E1.new_empty(num_tiles, 3)
+    groups = next_power_of_2(experts + 1)
+    tiles = _TABLE // groups
+    _row_tiles_kernel[(cdiv(num_tiles, tiles),)](
+        offset_E1.contiguous(),
+        tile_M3,
+        num_rows,
+        num_tiles,
+        E=experts,
+        ROWS=rows,
+        TILES=tiles,
+        GROUPS=groups,
+        num_warps=8,
+        **OPTIONS,
+    )
+    return RowTiles(tile_M3, rows)
+
+
+def _check(operation: str, buffer: Tensor | None = None, **operands: Tensor) -> None:
+    check_float(operation, buffer=buffer, **operands)
+    check_last_contiguous(operation, buffer=buffer, **operands)
+    check_same(operation, "types", **{name: x.dtype for name, x in operands.items()})
+
+
+def _flat_weights(operation: str, weight_EFD: Tensor) -> Tensor:
+    """The 2-D view [E * F, D]."""
+    experts, rows, columns = weight_EFD.shape
+    if experts > 1 and weight_EFD.stride(0) != rows * weight_EFD.stride(1):
+        raise ValueError(
+            f"{operation}: weights of experts lie {weight_EFD.stride(0)} elements apart, expected "
+            f"{rows * weight_EFD.stride(1)}; pass .contiguous()"
+        )
+    if experts * rows >= 1 << 31:
+        raise ValueError(f"{operation}: {experts} experts of {rows} rows are 2^31 rows or more")
+    return weight_EFD.as_strided((experts * rows, columns), (weight_EFD.stride(1), 1))
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether descriptors can describe the matrices: aligned rows, of which none overlaps."""
+    return all(
+        x.data_ptr() % 16 == 0
+        and x.stride(0) * x.element_size() % 16 == 0
+        and x.stride(0) >= x.shape[1]
+        and x.numel()
+        for x in tensors
+    )
+
+
+def _source(x: Tensor, rows: int, columns: int, tma: bool) -> Tensor | TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [rows, columns]) if tma else x
+
+
+def _multiply_rows(
+    operation: str,
+    x: Tensor,
+    weight_EFD: Tensor,
+    offset_E1: Tensor,
+    tiles: RowTiles | None,
+    tma: bool | None,
+    *,
+    transposed: bool,
+) -> Tensor:
+    experts, out_columns, in_columns = weight_EFD.shape
+    columns = out_columns if transposed else in_columns
+    weight = _flat_weights(operation, weight_EFD)
+    t = default_tiles("rows", x.dtype)
+    # past the last row of an expert's weights lie the next one's, which may hold anything
+    whole = transposed or out_columns % t.inner == 0
+    if tma and not whole:
+        raise ValueError(
+            f"{operation}: weights of {out_columns} rows are no whole blocks of {t.inner}, so "
+            "descriptors cannot be used; pass tma=None"
+        )
+    tma = (_aligned(x, weight) and whole) if tma is None else tma
+    out = x.new_empty(len(x), columns)
+    if not out.numel():
+        return out
+    tiles = row_tiles(offset_E1, len(x), t.rows) if tiles is None else tiles
+    check_same(operation, "rows of a tile", tiles=tiles.rows, kernel=t.rows)
+    check_shape(operation, (cdiv(len(x), t.rows) + experts, 3), tiles=tiles.tile_M3)
+    weight_block = (t.columns, t.inner) if transposed else (t.inner, t.columns)
+    _grouped_rows_kernel[(len(tiles.tile_M3) * cdiv(columns, t.columns),)](
+        _source(x, t.rows, t.inner, tma),
+        _source(weight, *weight_block, tma),
+        out,
+        tiles.tile_M3,
+        x.shape[1],
+        columns,
+        x.stride(0),
+        weight.stride(0),
+        out_columns,
+        out.stride(0),
+        E=experts,
+        BM=t.rows,
+        BN=t.columns,
+        BK=t.inner,
+        TRANSPOSED=transposed,
+        TMA=tma,
+        num_warps=t.warps,
+        num_stages=t.stages,
+        **OPTIONS,
+    )
+    return out
+
+
+def grouped_linear(
+    x_RD: Tensor,
+    weight_EFD: Tensor,
+    offset_E1: Tensor,
+    *,
+    tiles: RowTiles | None = None,
+    tma: bool | None = None,
+) -> Tensor:
+    """y[R, F] = x @ weight[e]^T for the rows of each expert e, 0 in the rows after the last.
+
+    tiles: `row_tiles` of these offsets if at hand. tma: take operands through descriptors (None:
+    where alignment allows). Raises TypeError, ValueError.
+    """
+    operation = "grouped_linear"
+    check_groups(operation, weight_EFD, offset_E1, x=(x_RD, 2))
+    _check(operation, x=x_RD, weight=weight_EFD)
+    return _multiply_rows(operation, x_RD, weight_EFD, offset_E1, tiles, tma, transposed=True)
+
+
+def grouped_linear_input_grad(
+    dy_RF: Tensor,
+    weight_EFD: Tensor,
+    offset_E1: Tensor,
+    *,
+    tiles: RowTiles | None = None,
+    tma: bool | None = None,
+) -> Tensor:
+    """dx[R, D] = dy @ weight[e] for the rows of each expert e, 0 in the rows after the last.
+
+    Arguments and errors as `grouped_linear`.
+    """
+    operation = "grouped_linear_input_grad"
+    dy_RF = rows_readable(dy_RF)
+    check_groups(operation, weight_EFD, offset_E1, dy=(dy_RF, 1))
+    _check(operation, dy=dy_RF, weight=weight_EFD)
+    return _multiply_rows(operation, dy_RF, weight_EFD, offset_E1, tiles, tma, transposed=False)
+
+
+def grouped_weight_grad_(
+    buffer_EFD: Tensor,
+    dy_RF: Tensor,
+    x_RD: Tensor,
+    offset_E1: Tensor,
+    *,
+    accumulate: bool = True,
+    tma: bool | None = None,
+) -> None:
+    """buffer[e] (+)= dy^T @ x over the rows of each expert e; float32 sums, rounded once.
+
+    accumulate: add to what the buffer holds, else overwrite it (with 0 for an expert without
+    rows). buffer: float32 or a storage type. Raises TypeError, ValueError.
+    """
+    operation = "grouped_weight_grad_"
+    dy_RF, x_RD = rows_readable(dy_RF), rows_readable(x_RD)
+    check_groups(operation, buffer_EFD, offset_E1, dy=(dy_RF, 1), x=(x_RD, 2))
+    _check(operation, buffer_EFD, dy=dy_RF, x=x_RD)
+    experts, out_columns, in_columns = buffer_EFD.shape
+    if not buffer_EFD.numel():
+        return
+    t = default_tiles("weight_grad", x_RD.dtype)
+    tma = _aligned(dy_RF, x_RD) if tma is None else tma
+    blocks = cdiv(out_columns, t.rows) * cdiv(in_columns, t.columns)
+    _grouped_weight_grad_kernel[(experts * blocks,)](
+        _source(dy_RF, t.inner, t.rows, tma),
+        _source(x_RD, t.inner, t.columns, tma),
+        dy_RF,
+        x_RD,
+        buffer_EFD,
+        offset_E1.contiguous(),
+        out_columns,
+        in_columns,
+        dy_RF.stride(0),
+        x_RD.stride(0),
+        buffer_EFD.stride(0),
+        buffer_EFD.stride(1),
+        BM=t.rows,
+        BN=t.columns,
+        BK=t.inner,
+        ACCUMULATE=accumulate,
+        TMA=tma,
+        num_warps=t.warps,
+        num_stages=t.stages,
+        **OPTIONS,
+    )

@@ -1,0 +1,384 @@
+"""add + RMSNorm and add + LayerNorm in Triton, forward and backward, and column sums.
+
+With s = round(x + residual) (s = x without a residual), all sums in float32:
+
+    RMSNorm:   n = s * rstd,           rstd = 1 / sqrt(mean(s^2) + eps)
+    LayerNorm: n = (s - mean) * rstd,  rstd = 1 / sqrt(mean((s - mean)^2) + eps)
+    y = n * (weight + offset) + bias
+
+s is rounded to its storage type before the norm, so that forward and backward use the same value.
+Backward with g = dy * (weight + offset):
+
+    ds_total = rstd * (g - n * mean(g * n) [- mean(g)]) + ds,  dweight = sum over rows of dy * n,
+    dbias = sum over rows of dy
+
+A fixed number of programs each sum the rows they own; a second kernel sums their partial rows in
+order. A row of more than 8192 columns leaves no registers for the sums: they get their own pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.kernels.arguments import (
+    OPTIONS,
+    cdiv,
+    check_float,
+    check_last_contiguous,
+    check_shape,
+    next_power_of_2,
+    num_programs,
+    rows_readable,
+)
+from megalite.kernels.triton.tables import choose
+
+MAX_COLUMNS = 16384
+
+
+@triton.jit
+def _norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    s_ptr,
+    mean_ptr,
+    rstd_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTER: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < D)[None, :]
+    x = tl.load(x_ptr + (row * x_stride)[:, None] + column[None, :], mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    out = (row * D)[:, None] + column[None, :]
+    if ADD:
+        residual_at = (row * residual_stride)[:, None] + column[None, :]
+        x += tl.load(residual_ptr + residual_at, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(s_ptr.dtype.element_ty)
+        tl.store(s_ptr + out, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    if CENTER:
+        mean = tl.sum(x, 1) / D
+        x = tl.where(inside, x - mean[:, None], 0.0)
+        tl.store(mean_ptr + row, mean, mask=row < num_rows)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32) + offset
+    y = x * rstd[:, None] * weight[None, :]
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+        y += bias[None, :]
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy_ptr,
+    s_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    ds_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    dy_stride,
+    s_stride,
+    ds_stride,
+    offset,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTER: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32) + offset
+    dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        valid = row < num_rows
+        inside = valid[:, None] & (column < D)[None, :]
+        dy_at = (row * dy_stride)[:, None] + column[None, :]
+        dy = tl.load(dy_ptr + dy_at, mask=inside, other=0.0).to(tl.float32)
+        s_at = (row * s_stride)[:, None] + column[None, :]
+        n = tl.load(s_ptr + s_at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
+        if CENTER:
+            mean = tl.load(mean_ptr + row, mask=valid, other=0.0)
+            n = tl.where(inside, n - mean[:, None], 0.0)
+        n = n * rstd[:, None]
+        if DWEIGHT:
+            dweight += dy * n
+        if BIAS:
+            dbias += dy
+        g = dy * weight[None, :]
+        dx = g - n * (tl.sum(g * n, 1) / D)[:, None]
+        if CENTER:
+            dx -= (tl.sum(g, 1) / D)[:, None]
+        dx = dx * rstd[:, None]
+        if ADD:
+            ds_at = (row * ds_stride)[:, None] + column[None, :]
+            dx += tl.load(ds_ptr + ds_at, mask=inside, other=0.0).to(tl.float32)
+        dx_at = (row * D)[:, None] + column[None, :]
+        tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    partial = program.to(tl.int64) * D + column
+    if DWEIGHT:
+        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=column < D)
+    if BIAS:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=column < D)
+
+
+@triton.jit
+def _norm_weight_grad_kernel(
+    dy_ptr,
+    s_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    dy_stride,
+    s_stride,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CENTER: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    program = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    dweight = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    dbias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(program * ROWS, num_rows, tl.num_programs(1) * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        valid = row < num_rows
+        inside = valid[:, None] & (column < D)[None, :]
+        dy_at = (row * dy_stride)[:, None] + column[None, :]
+        dy = tl.load(dy_ptr + dy_at, mask=inside, other=0.0).to(tl.float32)
+        s_at = (row * s_stride)[:, None] + column[None, :]
+        n = tl.load(s_ptr + s_at, mask=inside, other=0.0).to(tl.float32)
+        if CENTER:
+            n -= tl.load(mean_ptr + row, mask=valid, other=0.0)[:, None]
+        dweight += dy * n * tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
+        if BIAS:
+            dbias += dy
+    partial = program.to(tl.int64) * D + column
+    tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=column < D)
+    if BIAS:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=column < D)
+
+
+@triton.jit
+def _column_sum_kernel(
+    partial_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, num_rows, ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        at = (row * num_columns)[:, None] + column[None, :]
+        total += tl.load(partial_ptr + at, mask=inside, other=0.0)
+    out = tl.sum(total, 0)
+    inside_out = column < num_columns
+    if ACCUMULATE:
+        out += tl.load(out_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
+
+
+def column_sum(partial_PD: Tensor, out_D: Tensor, accumulate: bool = False) -> Tensor:
+    """out[D] (+)= sum over the rows of float32 partial[P, D], always in the same order."""
+    rows, columns = partial_PD.shape
+    check_shape("column_sum", (columns,), out=out_D)
+    if columns:
+        use = choose("column_sum")
+        _column_sum_kernel[(cdiv(columns, use["columns"]),)](
+            partial_PD,
+            out_D,
+            rows,
+            columns,
+            ROWS=use["rows"],
+            COLUMNS=use["columns"],
+            ACCUMULATE=accumulate,
+            num_warps=use["warps"],
+            **OPTIONS,
+        )
+    return out_D
+
+
+def _tile(columns: int, elements: int) -> tuple[int, int]:
+    """(rows, columns) of a program that holds about so many elements: whole rows, padded."""
+    block = next_power_of_2(columns)
+    return max(1, elements // block), block
+
+
+def _check(operation: str, columns: int, **tensors: Tensor | None) -> None:
+    check_float(operation, **tensors)
+    check_last_contiguous(operation, **tensors)
+    if not 0 < columns <= MAX_COLUMNS:
+        raise ValueError(
+            f"{operation}: {columns} columns; the triton kernel takes 1 to {MAX_COLUMNS}; "
+            "use kernels.backend=reference for wider rows"
+        )
+
+
+def norm_forward(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    residual_TD: Tensor | None = None,
+    bias_D: Tensor | None = None,
+    offset: float = 0.0,
+    center: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(y[T, D], s[T, D], mean[T] or None, rstd[T]) of the norm of x + residual.
+
+    center: LayerNorm instead of RMSNorm. offset is added to the weight (1 for weights stored
+    around 0). s is x itself without a residual. Raises TypeError, ValueError.
+    """
+    operation = "layer_norm" if center else "rms_norm"
+    tokens, columns = x_TD.shape
+    _check(operation, columns, x=x_TD, residual=residual_TD, weight=weight_D, bias=bias_D)
+    check_shape(operation, (tokens, columns), residual=residual_TD)
+    check_shape(operation, (columns,), weight=weight_D, bias=bias_D)
+    y_TD = x_TD.new_empty(tokens, columns)
+    s_TD = x_TD if residual_TD is None else x_TD.new_empty(tokens, columns)
+    rstd_T = x_TD.new_empty(tokens, dtype=torch.float32)
+    mean_T = torch.empty_like(rstd_T) if center else None
+    if tokens:
+        use = choose("norm_forward", columns=columns)
+        rows, block = _tile(columns, use["elements"])
+        _norm_forward_kernel[(cdiv(tokens, rows),)](
+            x_TD,
+            residual_TD,
+            weight_D,
+            bias_D,
+            y_TD,
+            s_TD,
+            mean_T,
+            rstd_T,
+            tokens,
+            x_TD.stride(0),
+            0 if residual_TD is None else residual_TD.stride(0),
+            eps,
+            offset,
+            D=columns,
+            ROWS=rows,
+            BLOCK=block,
+            CENTER=center,
+            ADD=residual_TD is not None,
+            BIAS=bias_D is not None,
+            num_warps=use["warps"],
+            **OPTIONS,
+        )
+    return y_TD, s_TD, mean_T, rstd_T
+
+
+def norm_backward(
+    dy_TD: Tensor,
+    s_TD: Tensor,
+    weight_D: Tensor,
+    rstd_T: Tensor,
+    *,
+    mean_T: Tensor | None = None,
+    ds_TD: Tensor | None = None,
+    offset: float = 0.0,
+    with_bias: bool = False,
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx[T, D], partial dweight[P, D], partial dbias[P, D] or None); sum P with `column_sum`.
+
+    dx is the gradient of x and of the residual alike. ds: the gradient that reaches s by the
+    residual stream. mean_T given: LayerNorm. Partial sums are float32. Raises as `norm_forward`.
+    """
+    operation = "rms_norm_grad" if mean_T is None else "layer_norm_grad"
+    tokens, columns = s_TD.shape
+    dy_TD = rows_readable(dy_TD)
+    ds_TD = None if ds_TD is None else rows_readable(ds_TD)
+    rstd_T = rstd_T.contiguous()
+    mean_T = None if mean_T is None else mean_T.contiguous()
+    _check(operation, columns, dy=dy_TD, s=s_TD, weight=weight_D, ds=ds_TD)
+    check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
+    check_shape(operation, (columns,), weight=weight_D)
+    check_shape(operation, (tokens,), rstd=rstd_T, mean=mean_T)
+    use = choose("norm_backward", columns=columns)
+    rows, block = _tile(columns, use["elements"])
+    programs = programs or num_programs(s_TD.device, use["programs_per_sm"])
+    dx_TD = s_TD.new_empty(tokens, columns)
+    dweight_PD = s_TD.new_empty(programs, columns, dtype=torch.float32)
+    dbias_PD = torch.empty_like(dweight_PD) if with_bias else None
+    one_pass = use["one_pass"]
+    _norm_backward_kernel[(programs,)](
+        dy_TD,
+        s_TD,
+        weight_D,
+        mean_T,
+        rstd_T,
+        ds_TD,
+        dx_TD,
+        dweight_PD,
+        dbias_PD,
+        tokens,
+        dy_TD.stride(0),
+        s_TD.stride(0),
+        0 if ds_TD is None else ds_TD.stride(0),
+        offset,
+        D=columns,
+        ROWS=rows,
+        BLOCK=block,
+        CENTER=mean_T is not None,
+        ADD=ds_TD is not None,
+        BIAS=with_bias and one_pass,
+        DWEIGHT=one_pass,
+        num_warps=use["warps"],
+        **OPTIONS,
+    )
+    if not one_pass:
+        use = choose("norm_weight_grad")
+        _norm_weight_grad_kernel[(cdiv(columns, use["columns"]), programs)](
+            dy_TD,
+            s_TD,
+            mean_T,
+            rstd_T,
+            dweight_PD,
+            dbias_PD,
+            tokens,
+            dy_TD.stride(0),
+            s_TD.stride(0),
+            D=columns,
+            ROWS=use["rows"],
+            COLUMNS=use["columns"],
+            CENTER=mean_T is not None,
+            BIAS=with_bias,
+            num_warps=use["warps"],
+            **OPTIONS,
+        )
+    return dx_TD, dweight_PD, dbias_PD

@@ -1,0 +1,127 @@
+"""Rotary position embedding in Triton, in place, and its inverse (which is its gradient).
+
+The first R elements of each rotated head are pairs (x[i], x[i + R/2]) that turn by the angle of
+their token's position (RoFormer, half-split form); elements from R on are left alone. Tables are
+computed elsewhere, so every scaling of the angles works.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.kernels.arguments import (
+    OPTIONS,
+    cdiv,
+    check_float,
+    check_last_contiguous,
+    check_shape,
+    next_power_of_2,
+    vector,
+)
+from megalite.kernels.triton.tables import choose
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    length,
+    num_heads,
+    members,
+    x_stride,
+    group_stride,
+    head_stride,
+    out_stride,
+    out_group_stride,
+    out_head_stride,
+    sign,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = token % length
+    pair = tl.arange(0, BLOCK)
+    known = pair < HALF
+    if POSITIONS:
+        position = tl.load(position_ptr + token).to(tl.int64)
+        known = known & (position >= 0) & (position < length)
+    # NaN where the tables end: the host cannot look at positions without waiting for them
+    cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
+    sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :] * sign
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    inside = (head < num_heads)[:, None] & (pair < HALF)[None, :]
+    group, member = (head // members).to(tl.int64), (head % members).to(tl.int64)
+    first = x_ptr + token * x_stride + (group * group_stride + member * head_stride)[:, None]
+    first = first + pair[None, :]
+    x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(first + HALF, mask=inside, other=0.0).to(tl.float32)
+    head_at = group * out_group_stride + member * out_head_stride
+    out = out_ptr + token * out_stride + head_at[:, None] + pair[None, :]
+    tl.store(out, (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + HALF, (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rope_(
+    x_TkgH: Tensor,
+    cos_sh: Tensor,
+    sin_sh: Tensor,
+    position_T: Tensor | None = None,
+    *,
+    inverse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate every head of x[T, K, G, H] by its token's position, into `out` or in place.
+
+    x is any view with a contiguous last dimension, such as queries and keys of packed heads; out is
+    another of its shape that shares no memory with it. Returns out, or x. cos_sh, sin_sh: float32
+    [s, R/2], R <= H. Token t has position position_T[t], or t mod s; a position outside 0 ... s - 1
+    gives NaN. inverse: rotate back, which is the gradient. Raises TypeError, ValueError.
+    """
+    tokens, groups, members, head_dim = x_TkgH.shape
+    length, half = cos_sh.shape
+    check_float("rope", x=x_TkgH, out=out)
+    check_last_contiguous("rope", x=x_TkgH, out=out)
+    check_shape("rope", (length, half), sin=sin_sh)
+    check_shape("rope", (tokens,), position=position_T)
+    check_shape("rope", tuple(x_TkgH.shape), out=out)
+    if 2 * half > head_dim:
+        raise ValueError(f"rope: tables turn {2 * half} elements, a head has {head_dim}")
+    if position_T is not None and position_T.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"rope: position is {position_T.dtype}, expected int32 or int64")
+    if tokens and not length:
+        raise ValueError("rope: tables have no positions; make them as long as the sequence")
+    if out is not None and 2 * half < head_dim:
+        out[..., 2 * half :] = x_TkgH[..., 2 * half :]
+    turned = x_TkgH if out is None else out
+    block, use = next_power_of_2(half), choose("rope")
+    heads = groups * members
+    heads_per_program = min(next_power_of_2(heads), max(1, use["pairs"] // block))
+    if x_TkgH.numel() and half:
+        _rope_kernel[(tokens, cdiv(heads, heads_per_program))](
+            x_TkgH,
+            turned,
+            cos_sh.contiguous(),
+            sin_sh.contiguous(),
+            vector(position_T),
+            length,
+            heads,
+            members,
+            *x_TkgH.stride()[:3],
+            *turned.stride()[:3],
+            -1.0 if inverse else 1.0,
+            HALF=half,
+            HEADS=heads_per_program,
+            BLOCK=block,
+            POSITIONS=position_T is not None,
+            num_warps=use["warps"],
+            **OPTIONS,
+        )
+    return turned

@@ -1,0 +1,120 @@
+"""SwiGLU in Triton: a = silu(gate) * up on rows that hold gate | up, forward and backward.
+
+The gradient overwrites gate | up, which halves the peak of the MLP's backward; the activation can
+be recomputed in the same pass.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.kernels.arguments import (
+    OPTIONS,
+    cdiv,
+    check_float,
+    check_last_contiguous,
+    check_same,
+    check_shape,
+    rows_readable,
+)
+from megalite.kernels.triton.tables import choose
+
+
+@triton.jit
+def _swiglu_kernel(h_ptr, a_ptr, num_columns, h_stride, a_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    h_at = h_ptr + row * h_stride + column
+    gate = tl.load(h_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h_at + num_columns, mask=inside, other=0.0).to(tl.float32)
+    a = gate * tl.sigmoid(gate) * up
+    tl.store(a_ptr + row * a_stride + column, a.to(a_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_grad_kernel(
+    da_ptr,
+    h_ptr,
+    a_ptr,
+    num_columns,
+    da_stride,
+    h_stride,
+    a_stride,
+    BLOCK: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    h_at = h_ptr + row * h_stride + column
+    da = tl.load(da_ptr + row * da_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(h_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h_at + num_columns, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = da * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(h_at, dgate.to(h_ptr.dtype.element_ty), mask=inside)
+    tl.store(h_at + num_columns, (da * silu).to(h_ptr.dtype.element_ty), mask=inside)
+    if RECOMPUTE:
+        a = (silu * up).to(a_ptr.dtype.element_ty)
+        tl.store(a_ptr + row * a_stride + column, a, mask=inside)
+
+
+def _columns(operation: str, h_T2f: Tensor) -> int:
+    check_float(operation, h=h_T2f)
+    check_last_contiguous(operation, h=h_T2f)
+    if h_T2f.shape[1] % 2:
+        raise ValueError(f"{operation}: h has {h_T2f.shape[1]} columns, expected an even number")
+    return h_T2f.shape[1] // 2
+
+
+def swiglu_forward(h_T2f: Tensor) -> Tensor:
+    """a[T, f] = silu(h[:, :f]) * h[:, f:]. Raises TypeError, ValueError."""
+    columns = _columns("swiglu", h_T2f)
+    tokens = len(h_T2f)
+    a_Tf = h_T2f.new_empty(tokens, columns)
+    if a_Tf.numel():
+        use = choose("swiglu")
+        _swiglu_kernel[(tokens, cdiv(columns, use["block"]))](
+            h_T2f,
+            a_Tf,
+            columns,
+            h_T2f.stride(0),
+            a_Tf.stride(0),
+            BLOCK=use["block"],
+            num_warps=use["warps"],
+            **OPTIONS,
+        )
+    return a_Tf
+
+
+def swiglu_backward_(h_T2f: Tensor, da_Tf: Tensor, recompute: bool = False) -> Tensor | None:
+    """Overwrite h[T, 2f] with its gradient; returns a[T, f] where `recompute`.
+
+    Raises TypeError, ValueError.
+    """
+    columns = _columns("swiglu_grad", h_T2f)
+    tokens = len(h_T2f)
+    da_Tf = rows_readable(da_Tf)
+    check_shape("swiglu_grad", (tokens, columns), da=da_Tf)
+    check_same("swiglu_grad", "types", h=h_T2f.dtype, da=da_Tf.dtype)
+    a_Tf = h_T2f.new_empty(tokens, columns) if recompute else None
+    if da_Tf.numel():
+        use = choose("swiglu_grad")
+        _swiglu_grad_kernel[(tokens, cdiv(columns, use["block"]))](
+            da_Tf,
+            h_T2f,
+            a_Tf,
+            columns,
+            da_Tf.stride(0),
+            h_T2f.stride(0),
+            columns,
+            BLOCK=use["block"],
+            RECOMPUTE=recompute,
+            num_warps=use["warps"],
+            **OPTIONS,
+        )
+    return a_Tf

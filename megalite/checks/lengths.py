@@ -1,0 +1,193 @@
+"""Do the lengths of a run fit each other: steps, tokens, batch ramp, warm-up and decay?
+
+One line a problem, for checks/settings.py. Single values are checked in config/schema.py. A length
+in tokens that is over within one step leaves no step in between, which is a slip of units and
+refused. (Under inverse_sqrt a warm-up of any length sets all rates, and is taken.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config import OptimizerConfig, RunConfig, TrainConfig
+from megalite.run.batch_plan import BatchPlan, batch_plan, horizon_steps, ramp_sizes
+from megalite.run.lr_phases import Phases, lr_phases
+
+_RAMP = ("batch_ramp_start", "batch_ramp_increment", "batch_ramp_samples", "batch_ramp_tokens")
+
+
+def training_problems(config: RunConfig, dp: int) -> Iterator[str]:
+    """Everything about lengths, the batch and the learning rate that does not fit."""
+    ramp = list(_ramp(config.train))
+    yield from ramp or _ramp_batches(config, dp)
+    if not ramp:
+        yield from _length(config)
+        yield from _learning_rate(config)
+
+
+def _ramp(train: TrainConfig) -> Iterator[str]:
+    """Problems of the ramp's own settings."""
+    start, increment, samples, tokens = (getattr(train, name) for name in _RAMP)
+    if start is None and increment is None and samples is None and tokens is None:
+        return
+    for name, value in (("start", start), ("increment", increment)):
+        if value is None:
+            yield (
+                f"train.batch_ramp_{name} is not set, but other settings of the ramp are; set it, "
+                "or remove them"
+            )
+    if (samples is None) == (tokens is None):
+        given = "neither is" if samples is None else f"got {samples} and {tokens}"
+        yield (
+            "a batch ramp needs one of train.batch_ramp_samples and train.batch_ramp_tokens, "
+            f"{given}; set one of them"
+        )
+    if start is not None and start >= train.global_batch:
+        yield (
+            f"train.batch_ramp_start={start} is not below train.global_batch="
+            f"{train.global_batch}; use a smaller start, or remove the ramp"
+        )
+    elif start is not None and increment is not None and (train.global_batch - start) % increment:
+        yield (
+            f"train.batch_ramp_increment={increment} does not divide train.global_batch="
+            f"{train.global_batch} - train.batch_ramp_start={start} = "
+            f"{train.global_batch - start}; use a divisor of it"
+        )
+
+
+def _ramp_batches(config: RunConfig, dp: int) -> Iterator[str]:
+    """Batches on the way that a replica could not cut into microbatches."""
+    schedule = config.pipeline.schedule
+    if ramp_sizes(config) and schedule is not None and schedule.startswith("file:"):
+        yield (
+            f"pipeline.schedule={schedule} is for one number of microbatches, but the batch ramp "
+            "has several; use a named schedule, or remove the ramp"
+        )
+    unit = config.train.micro_batch * dp
+    bad = [size for size in ramp_sizes(config) if size % unit]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        yield (
+            f"the batch ramp (train.batch_ramp_start={config.train.batch_ramp_start}, "
+            f"train.batch_ramp_increment={config.train.batch_ramp_increment}) passes through a "
+            f"batch of {bad[0]}{more}, which is not divisible by train.micro_batch="
+            f"{config.train.micro_batch} x parallel.dp={dp} = {unit}; use multiples of {unit}"
+        )
+
+
+def _length(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    steps = horizon_steps(config, batch_plan(config))
+    if train.tokens is not None and train.steps not in (0, steps):
+        yield (
+            f"train.steps={train.steps} and train.tokens={train.tokens} (which is {steps} steps) "
+            "both say how long the run is; remove one"
+        )
+    start, unit = train.batch_ramp_start or 0, config.data.seq_length
+    for name, first in (("samples", start), ("tokens", start * unit)):
+        length = getattr(train, f"batch_ramp_{name}")
+        if length is not None and length < first:
+            yield (
+                f"train.batch_ramp_{name}={length} is less than the {first} {name} of the first "
+                f"step, after which the ramp would be over; use at least {first}, or remove the "
+                "ramp"
+            )
+
+
+def _learning_rate(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}; "
+            f"use at most {optimizer.lr:g}"
+        )
+    problems = [*_given_twice(optimizer), *_missing_length(optimizer)]
+    yield from problems
+    plan = batch_plan(config)
+    steps = horizon_steps(config, plan)
+    # train.steps=0 starts a run without training it, so that nothing is left to warm up.
+    if not problems and steps:
+        seq_length = config.data.seq_length
+        phases = lr_phases(optimizer, steps, lambda step: plan.first_sample(step) * seq_length)
+        short = list(_within_a_step(optimizer, plan, steps, seq_length))
+        yield from short or _phases(optimizer, phases)
+
+
+def _within_a_step(
+    optimizer: OptimizerConfig, plan: BatchPlan, steps: int, seq_length: int
+) -> Iterator[str]:
+    """Lengths in tokens that are over within one step."""
+    schedule = optimizer.lr_schedule
+    decays = schedule not in ("constant", "inverse_sqrt")  # elsewhere config.effect refuses an end
+    lengths = (
+        ("warmup_tokens", "first", 0, schedule != "inverse_sqrt", "warms up"),
+        ("decay_tokens", "first", 0, decays, "decays"),
+        ("wsd_decay_tokens", "last", steps - 1, schedule == "wsd", "decays"),
+    )
+    for name, which, step, used, does in lengths:
+        given, least = getattr(optimizer, name), plan.global_batch(step) * seq_length
+        if used and given is not None and given < least:
+            yield (
+                f"optimizer.{name}={given} is less than the {least} tokens of the {which} step, so "
+                f"that none {does}; use at least {least}, or remove it"
+            )
+
+
+def _given_twice(optimizer: OptimizerConfig) -> Iterator[str]:
+    for name in ("warmup", "decay", "wsd_decay"):
+        steps = getattr(optimizer, f"{name}_steps")
+        tokens = getattr(optimizer, f"{name}_tokens")
+        if steps and tokens:
+            yield (
+                f"optimizer.{name}_steps={steps} and optimizer.{name}_tokens={tokens} say the "
+                "same thing twice; remove one"
+            )
+
+
+def _missing_length(optimizer: OptimizerConfig) -> Iterator[str]:
+    schedule = optimizer.lr_schedule
+    if schedule == "inverse_sqrt" and not (optimizer.warmup_steps or optimizer.warmup_tokens):
+        yield (
+            "optimizer.lr_schedule=inverse_sqrt falls as sqrt(warm-up / position), but there is "
+            "no warm-up; set optimizer.warmup_steps or optimizer.warmup_tokens"
+        )
+    if schedule != "wsd":
+        return
+    if not (optimizer.wsd_decay_steps or optimizer.wsd_decay_tokens):
+        yield (
+            "optimizer.lr_schedule=wsd needs the length of its last phase; set "
+            "optimizer.wsd_decay_steps or optimizer.wsd_decay_tokens"
+        )
+    elif optimizer.wsd_decay_steps and optimizer.decay_tokens:
+        yield (
+            f"optimizer.decay_tokens={optimizer.decay_tokens} ends a phase of "
+            f"optimizer.wsd_decay_steps={optimizer.wsd_decay_steps}; give both in tokens or both "
+            "in steps"
+        )
+
+
+def _phases(optimizer: OptimizerConfig, phases: Phases) -> Iterator[str]:
+    """Do warm-up and decay fit into the run, and into each other?"""
+    warmup, unit = phases.warmup, phases.unit
+    given = optimizer.warmup_steps if optimizer.warmup_tokens is None else warmup
+    name = "warmup_steps" if optimizer.warmup_tokens is None else "warmup_tokens"
+    end = "decay_steps" if optimizer.decay_tokens is None else "decay_tokens"
+    end_given = optimizer.decay_steps or optimizer.decay_tokens
+    as_tokens = f" ({warmup} tokens)" if given != warmup else ""
+    if warmup > phases.run:
+        yield (
+            f"optimizer.{name}={given}{as_tokens} is more than train.{unit}={phases.run}; "
+            f"use at most {phases.run}"
+        )
+    elif optimizer.lr_schedule in ("linear", "cosine") and end_given and phases.end <= warmup:
+        what = "step 0" if end == "decay_steps" else "the first token"
+        yield (
+            f"optimizer.{end}={end_given} (counted from {what}) leaves nothing to decay after "
+            f"optimizer.{name}={given}{as_tokens}; use at least {warmup + 1}"
+            f"{'' if end.endswith(unit) else ' tokens'}"
+        )
+    elif optimizer.lr_schedule == "wsd" and warmup > phases.decay_start:
+        yield (
+            f"optimizer.lr_schedule=wsd: the last phase begins after {phases.decay_start} {unit}, "
+            f"within the warm-up of {warmup}; shorten optimizer.{name} or the last phase"
+        )

@@ -1,0 +1,68 @@
+"""Is the file that `pipeline.schedule` names there, sound, and made for this run?
+
+Apart from checks.settings, which reads no files. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config import RunConfig
+from megalite.errors import ConfigError, ScheduleError
+from megalite.run.batch_plan import ramp_sizes
+from megalite.schedules.action import Schedule
+from megalite.schedules.csv_form import FILE, load_csv
+
+
+def schedule_problems(config: RunConfig, dp: int | None) -> list[str]:
+    """One line for each reason why the schedule's file cannot be used; [] if none is named.
+
+    `dp` None: not known yet, so that the number of microbatches is not compared.
+    """
+    name = config.pipeline.schedule
+    if name is None or not name.startswith(FILE):
+        return []
+    path = name[len(FILE) :]
+    if not path:
+        return [f"pipeline.schedule: {FILE} names no file; write {FILE}PATH"]
+    try:
+        schedule = load_csv(path)
+    except ScheduleError as error:
+        first, *stuck = str(error).splitlines()
+        return [f"pipeline.schedule: {' '.join([first, '; '.join(stuck)]).rstrip()}"]
+    return list(_differences(config, schedule, dp))
+
+
+def require_schedule(config: RunConfig) -> None:
+    """Raise ConfigError with everything that schedule_problems finds in a resolved config."""
+    problems = schedule_problems(config, config.parallel.dp)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _differences(config: RunConfig, schedule: Schedule, dp: int | None) -> Iterator[str]:
+    name, pp, vpp = config.pipeline.schedule, config.parallel.pp, config.parallel.vpp
+    if schedule.p != pp:
+        yield (
+            f"pipeline.schedule={name} is for {schedule.p} pipeline ranks, a line each, but "
+            f"parallel.pp={pp}; write {pp} lines, or set parallel.pp={schedule.p}"
+        )
+    if schedule.v != vpp:
+        yield (
+            f"pipeline.schedule={name} has stages 0 to {schedule.num_stages - 1}, {schedule.v} on "
+            f"each rank, but parallel.vpp={vpp}; write the file for {vpp}, or set "
+            f"parallel.vpp={schedule.v}"
+        )
+    train = config.train
+    at_once = train.micro_batch * (dp or 1)
+    # A batch that does not divide, or that grows, is checks.settings's to refuse.
+    if dp is None or train.global_batch % at_once or ramp_sizes(config):
+        return
+    wanted = train.global_batch // at_once
+    if schedule.m != wanted:
+        yield (
+            f"pipeline.schedule={name} is for {schedule.m} microbatches, but train.global_batch="
+            f"{train.global_batch} / (train.micro_batch={train.micro_batch} x parallel.dp={dp}) "
+            f"is {wanted}; write the file for {wanted}, or set train.global_batch="
+            f"{schedule.m * at_once}"
+        )

@@ -1,0 +1,331 @@
+"""Do the settings fit each other and the world size? All problems at once, one line each.
+
+A line names the settings with their values and what would fit. Also fills in what a config may
+leave open (`resolve`). Single values are checked in config/schema.py, data in
+config/inputs.py; nothing here touches files or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import gcd, lcm
+
+from megalite.checks.kernels import kernel_problems
+from megalite.checks.lengths import training_problems
+from megalite.checks.precision import precision_problems
+from megalite.config import RunConfig
+from megalite.config.effect import without_effect
+from megalite.config.inputs import data_problems
+from megalite.config.names import default_of, toml_value, value_of
+from megalite.errors import ConfigError, ScheduleError
+from megalite.run.batch_plan import batch_plan, horizon_steps
+from megalite.run.stages import stage_problems
+from megalite.schedules.catalogue import FAMILY, KINDS, build, find
+from megalite.schedules.csv_form import FILE
+from megalite.schedules.tune import AUTO
+
+Origins = Mapping[str, str]
+OVERRIDE = "override"
+
+
+def check_config(
+    config: RunConfig, world_size: int | None = None, origins: Origins | None = None
+) -> list[str]:
+    """Problems of a config, one line each; empty if it can run.
+
+    `world_size` None: not known yet, so a missing parallel.dp counts as 1. `origins` (of
+    load_config) tells settings the user wrote from defaults; without it, a setting counts as
+    written when it differs from its default.
+    """
+    world = list(_world(config, world_size))
+    dp = 1 if world else data_parallel(config, world_size)
+    return [
+        *world,
+        *_model(config),
+        *_positions(config),
+        *_tensor_parallel(config),
+        *_pipeline(config),
+        *_batch(config, dp),
+        *training_problems(config, dp),
+        *precision_problems(config),
+        *kernel_problems(config),
+        *data_problems(config),
+        *_no_effect(config, origins),
+    ]
+
+
+def require_valid(
+    config: RunConfig, world_size: int | None = None, origins: Origins | None = None
+) -> None:
+    """Raise ConfigError with every problem that check_config finds."""
+    problems = check_config(config, world_size, origins)
+    if problems:
+        raise ConfigError(problems)
+
+
+def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
+    """Fill in parallel.dp, pipeline.schedule and train.steps; ConfigError for a wrong world size.
+
+    Without a world size (processes started here, on this machine) a missing parallel.dp is 1.
+    """
+    problems = list(_world(config, world_size))
+    if problems:
+        raise ConfigError(problems)
+    parallel = config.parallel.model_copy(update={"dp": data_parallel(config, world_size)})
+    return resolve_schedule(config.model_copy(update={"parallel": parallel}))
+
+
+def resolve_schedule(config: RunConfig) -> RunConfig:
+    """Fill in pipeline.schedule and train.steps, which do not depend on the world size."""
+    parallel = config.parallel
+    schedule = config.pipeline.schedule or default_schedule(
+        parallel.pp, parallel.vpp, parallel.tp, config.train.recompute
+    )
+    pipeline = config.pipeline.model_copy(update={"schedule": schedule})
+    steps = horizon_steps(config, batch_plan(config))
+    train = config.train.model_copy(update={"steps": steps})
+    return config.model_copy(update={"pipeline": pipeline, "train": train})
+
+
+def data_parallel(config: RunConfig, world_size: int | None) -> int:
+    """parallel.dp, or else what tp x pp leaves of the world size, or 1 without one."""
+    parallel = config.parallel
+    if parallel.dp is not None:
+        return parallel.dp
+    return 1 if world_size is None else max(1, world_size // (parallel.tp * parallel.pp))
+
+
+def default_schedule(pp: int, vpp: int, tp: int, recompute: str = "none") -> str:
+    """The schedule where the config names none: the best at the memory of 1f1b by simulation.
+
+    One that keeps both gradients of a layer together under tensor parallelism, since the collective
+    of one hides behind the other; and where whole layers or stages are recomputed, since weight
+    gradients that are put off keep what recomputation was to save.
+    """
+    if pp == 1:
+        return "1f1b"
+    if tp > 1 or recompute in ("full", "stage"):
+        return "interleaved" if vpp > 1 else "1f1b"
+    return "interleaved-zb" if vpp > 1 else "zb-h1"
+
+
+def _world(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    if world_size is None:
+        return
+    parallel = config.parallel
+    tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
+    if world_size % (tp * pp):
+        yield (
+            f"world size {world_size} is not divisible by parallel.tp={tp} x parallel.pp={pp} "
+            f"= {tp * pp}; start {_multiples_near(world_size, tp * pp)} processes"
+        )
+    elif dp is not None and tp * pp * dp != world_size:
+        yield (
+            f"parallel.tp={tp} x parallel.pp={pp} x parallel.dp={dp} = {tp * pp * dp} is not the "
+            f"world size {world_size}; set parallel.dp={world_size // (tp * pp)} or start "
+            f"{tp * pp * dp} processes"
+        )
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    heads, kv_heads, hidden = model.num_heads, model.kv_heads, model.hidden_size
+    if heads % kv_heads:
+        yield (
+            f"model.num_kv_heads={kv_heads} does not divide model.num_heads={heads}; "
+            f"use {_either(_divisors(heads))}"
+        )
+    if model.head_dim is None and hidden % heads:
+        yield (
+            f"model.num_heads={heads} does not divide model.hidden_size={hidden}; use "
+            f"model.hidden_size={_multiples_near(hidden, heads)}, or set model.head_dim"
+        )
+    elif model.rope_fraction != 1 and model.positions == "rope":
+        yield from _partial_rotation(config)
+    elif model.positions == "rope" and model.head_size % 2:
+        source = (
+            "model.hidden_size / model.num_heads" if model.head_dim is None else "model.head_dim"
+        )
+        smaller = f"{model.head_size - 1} or " if model.head_size > 1 else ""
+        yield (
+            f"{source}={model.head_size} is odd, but rotary embedding turns pairs; "
+            f"use {smaller}{model.head_size + 1}"
+        )
+
+
+def _partial_rotation(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    size, turned = model.head_size, model.head_size * model.rope_fraction
+    if turned < 2 or abs(turned / 2 - round(turned / 2)) > 1e-9:  # 0.14 x 100 is not quite 14
+        fitting = [pairs / size for pairs in (turned // 2 * 2, turned // 2 * 2 + 2)]
+        use = " or ".join(f"{share:g}" for share in fitting if 0 < share <= 1)
+        yield (
+            f"model.rope_fraction={model.rope_fraction:g} of {size} elements a head is "
+            f"{turned:g}, but rotary embedding turns pairs; use {use}"
+        )
+
+
+def _positions(config: RunConfig) -> Iterator[str]:
+    model, seq_length = config.model, config.data.seq_length
+    if model.positions == "learned" and seq_length > model.max_positions:
+        yield (
+            f"data.seq_length={seq_length} is more than model.max_positions="
+            f"{model.max_positions}; use at most {model.max_positions} tokens, or "
+            f"model.max_positions={seq_length}"
+        )
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if model.rope_scaling is not None and low >= high:
+        yield (
+            f"model.rope_low_freq_factor={low:g} is not below "
+            f"model.rope_high_freq_factor={high:g}; use for example 1 and 4"
+        )
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    model, parallel, tp = config.model, config.parallel, config.parallel.tp
+    fitting = _divisors(gcd(model.num_heads, model.kv_heads, model.ffn_hidden_size))
+    use = f"use parallel.tp={_either(fitting)}"
+    if model.num_kv_heads is not None and model.num_kv_heads < tp:
+        raised = [d for d in _divisors(model.num_heads) if d % tp == 0][:1]
+        more = f", or model.num_kv_heads={raised[0]}" if raised else ""
+        yield f"parallel.tp={tp} is more than model.num_kv_heads={model.num_kv_heads}; {use}{more}"
+    elif model.num_kv_heads is not None and model.num_kv_heads % tp:
+        yield f"parallel.tp={tp} does not divide model.num_kv_heads={model.num_kv_heads}; {use}"
+    elif model.num_heads % tp:
+        yield f"parallel.tp={tp} does not divide model.num_heads={model.num_heads}; {use}"
+    if model.ffn_hidden_size % tp:
+        ffn = model.ffn_hidden_size
+        yield f"parallel.tp={tp} does not divide model.ffn_hidden_size={ffn}; {use}"
+    if model.padded_vocab_size % tp:
+        yield (
+            f"parallel.tp={tp} does not divide the padded vocabulary {model.padded_vocab_size} "
+            f"(model.vocab_size={model.vocab_size} in multiples of "
+            f"model.vocab_pad_multiple={model.vocab_pad_multiple}); "
+            f"use model.vocab_pad_multiple={lcm(model.vocab_pad_multiple, tp)}"
+        )
+    if parallel.sequence_parallel:
+        yield from _sequence_parallel(config)
+
+
+def _sequence_parallel(config: RunConfig) -> Iterator[str]:
+    tp, micro_batch, seq_length = (
+        config.parallel.tp,
+        config.train.micro_batch,
+        config.data.seq_length,
+    )
+    if tp == 1:
+        yield (
+            "parallel.sequence_parallel=true has no effect with parallel.tp=1; "
+            "set parallel.tp >= 2 or parallel.sequence_parallel=false"
+        )
+    elif micro_batch * seq_length % tp:
+        step = tp // gcd(tp, micro_batch)
+        yield (
+            f"parallel.sequence_parallel: train.micro_batch={micro_batch} x "
+            f"data.seq_length={seq_length} = {micro_batch * seq_length} tokens are not divisible "
+            f"by parallel.tp={tp}; use data.seq_length={_multiples_near(seq_length, step)}"
+        )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    if vpp > 1 and pp == 1:
+        yield (
+            f"parallel.vpp={vpp} has no effect with parallel.pp=1; "
+            f"set parallel.vpp=1 or parallel.pp >= 2"
+        )
+    if pp == 1 and config.train.recompute == "stage":
+        yield (
+            "train.recompute=stage keeps only what enters a pipeline stage, and parallel.pp=1 has "
+            "no microbatch under way that it could save; use train.recompute=full or selective"
+        )
+    yield from _schedule(config)
+    yield from stage_problems(config)
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    """Does the schedule exist, and for this number of chunks and microbatches?"""
+    pp, vpp, name = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
+    limit, traced = config.pipeline.max_activations, config.pipeline.trace_step
+    if traced is not None and config.train.tokens is None and traced > config.train.steps:
+        yield (
+            f"pipeline.trace_step={traced} is after the last step, train.steps="
+            f"{config.train.steps}; use at most that"
+        )
+    if limit is not None and name != AUTO:
+        yield (
+            f"pipeline.max_activations={limit:g} has no effect with pipeline.schedule="
+            f"{name or 'its default'}; set pipeline.schedule=auto or take it out"
+        )
+    if name is None or name == AUTO or name.startswith(FILE):
+        return
+    try:
+        if name.startswith(FAMILY):
+            build(name, 1, 1, 1)
+            return
+        kind = find(name)
+    except ScheduleError as error:
+        yield f"pipeline.schedule: {error}"
+        return
+    if not kind.allows(vpp):
+        fitting = [other.name for other in KINDS.values() if other.allows(vpp)]
+        chunks = {"1": 1}.get(kind.v, 2)
+        yield (
+            f"pipeline.schedule={name} needs parallel.vpp {kind.v if kind.v[0] == '>' else chunks}"
+            f", got parallel.vpp={vpp}; set parallel.vpp={chunks} or pipeline.schedule="
+            f"{' or '.join(fitting[:2])}"
+        )
+    elif kind.v_shaped and pp == 1:
+        yield f"pipeline.schedule={name} needs parallel.pp >= 2, got 1; use pipeline.schedule=1f1b"
+
+
+def _batch(config: RunConfig, dp: int) -> Iterator[str]:
+    micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
+    if global_batch % (micro_batch * dp):
+        yield (
+            f"train.global_batch={global_batch} is not divisible by "
+            f"train.micro_batch={micro_batch} x parallel.dp={dp} = {micro_batch * dp}; "
+            f"use train.global_batch={_multiples_near(global_batch, micro_batch * dp)}"
+            f"{_fitting_micro_batch(global_batch, micro_batch, dp)}"
+        )
+
+
+def _fitting_micro_batch(global_batch: int, micro_batch: int, dp: int) -> str:
+    """The largest smaller micro batch that a replica's share is a multiple of, if there is one."""
+    if global_batch % dp:
+        return ""
+    share = global_batch // dp
+    return f", or train.micro_batch={max(d for d in range(1, micro_batch) if share % d == 0)}"
+
+
+def _no_effect(config: RunConfig, origins: Origins | None) -> Iterator[str]:
+    overridden = {
+        key.split(".")[0] for key, origin in (origins or {}).items() if origin == OVERRIDE
+    }
+    for name, otherwise in without_effect(config).items():
+        value = value_of(config, name)
+        default = default_of(config, name)
+        written = value != default if origins is None else origins[name] != "default"
+        # The command line may switch off what a file goes on to describe.
+        switched_off = origins is not None and name.split(".")[0] in overridden
+        if switched_off and origins is not None and origins[name] != OVERRIDE:
+            continue
+        if written and value is not None:
+            shown = f"{value:g}" if type(value) in (int, float) else toml_value(value).strip('"')
+            yield f"{name}={shown} has no effect: {otherwise}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _multiples_near(number: int, step: int) -> str:
+    """The multiples of `step` around a number that is none: "8 or 12"."""
+    below = number // step * step
+    return _either(m for m in (below, below + step) if m > 0)
+
+
+def _either(numbers: Iterable[int]) -> str:
+    """ "1, 2 or 4" """
+    *most, last = (str(n) for n in numbers)
+    return f"{', '.join(most)} or {last}" if most else last

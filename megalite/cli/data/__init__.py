@@ -1,0 +1,1 @@
+"""`megalite data`: prepare, inspect, merge, train-tokenizer."""

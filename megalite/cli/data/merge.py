@@ -1,0 +1,26 @@
+"""`megalite data merge`: join datasets."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def merge(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="PREFIX of the files to make.")],
+    prefixes: Annotated[
+        list[str], typer.Argument(metavar="PREFIX...", help="Datasets, in the order to join them.")
+    ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a dataset of this name.")
+    ] = False,
+) -> None:
+    """Join datasets of the same tokenizer: the files that one run over all the text would make."""
+    from megalite.corpus.merge import merge as run
+
+    report = run(out, prefixes, overwrite)
+    typer.echo(
+        f"wrote {report.prefix}.bin .idx: {report.num_tokens:,} tokens ({report.dtype}), "
+        f"{report.num_documents:,} documents of {report.num_parts} datasets"
+    )

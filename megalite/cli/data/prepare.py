@@ -1,0 +1,135 @@
+"""`megalite data`: make, inspect and join token datasets. Thin: options in, a summary out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalite.cli.data.inspect import inspect
+from megalite.cli.data.merge import merge
+from megalite.cli.data.tokenizer import (
+    ModelTypeName,
+    PolicyName,
+    left_out,
+    tokenizer,
+    training,
+)
+
+if TYPE_CHECKING:
+    from megalite.corpus.prepare import PrepareReport
+
+_OTHER_OPTIONS = ("restarted  what an interrupted run with other options had done was dropped",)
+
+app = typer.Typer(help="Make token datasets, look at them, join them.", no_args_is_help=True)
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of text, JSONL or parquet files, one such file (.jsonl, .jsonl.gz, "
+            ".jsonl.zst, .parquet, .txt, ...), or the word builtin: this Python's standard library."
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="PREFIX of the .bin, .idx and .json files.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Sentencepiece model to use; or train one: --vocab-size.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Train a tokenizer of this size, saved as PREFIX.model.")
+    ] = None,
+    model_type: Annotated[
+        ModelTypeName | None, typer.Option(help="Kind of tokenizer to train (default: bpe).")
+    ] = None,
+    key: Annotated[str, typer.Option(help="JSONL key or column that holds the text.")] = "text",
+    on_bad: Annotated[
+        PolicyName | None,
+        typer.Option(
+            help="Bad documents: fail at the first (default), or skip and count them "
+            "(default for builtin)."
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Stop after this many bytes of text.")
+    ] = None,
+    suffix: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Which files of a folder; may be repeated (default: text, JSONL and parquet)."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Encoding processes (default: CPUs); the result is the same for any."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a dataset of this name.")
+    ] = False,
+    go_on: Annotated[
+        bool,
+        typer.Option("--continue/--restart", help="Use or drop what an interrupted run has done."),
+    ] = True,
+) -> None:
+    """Tokenise text into PREFIX.bin and PREFIX.idx, one end-of-document id per document.
+
+    Interrupted, or stopped by a bad document, it keeps what is done in PREFIX.unfinished, and the
+    same command goes on from there. Exit code: 0 made, 2 refused or failed, 75 interrupted.
+    """
+    from pathlib import Path
+
+    from megalite.cli.interrupt import continuable
+    from megalite.cli.progress import Bar
+    from megalite.corpus.prepare import prepare as run
+    from megalite.errors import DataError
+
+    if Path(f"{out}.idx").exists() and not overwrite:
+        raise DataError(
+            f"{out}.idx exists, and runs that use this dataset would lose it; choose another "
+            "--out, or replace it with --overwrite"
+        )
+    with continuable(), Bar() as bar:
+        report = run(
+            source,
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            model_type=None if model_type is None else model_type.value,
+            key=key,
+            policy=None if on_bad is None else on_bad.value,
+            max_bytes=max_bytes,
+            suffixes=suffix,
+            num_workers=workers,
+            restart=not go_on,
+            on_progress=bar,
+        )
+    for line in summary(report):
+        typer.echo(line)
+
+
+app.command()(tokenizer)
+app.command()(inspect)
+app.command()(merge)
+
+
+def summary(report: PrepareReport) -> list[str]:
+    """Lines that say what was made, what was left out, and how long it took."""
+    rate = report.text_bytes / 1e6 / max(report.encode_s, 1e-9)
+    kept = report.num_kept_documents
+    return [
+        f"source     {report.source}",
+        f"documents  {report.num_documents:,} ({report.text_bytes:,} bytes of text)",
+        *left_out(report.corpus),
+        f"tokenizer  {report.tokenizer} ({report.vocab_size:,} entries)",
+        *([] if report.training is None else training(report.training)),
+        f"tokens     {report.num_tokens:,} ({report.dtype}, "
+        f"{report.text_bytes / report.num_tokens:.2f} bytes a token)",
+        f"round trip {report.num_round_trips_exact} of the first {report.num_round_trips} "
+        "documents decode to their exact text",
+        f"seconds    {report.train_s:.1f} training, {report.encode_s:.1f} encoding "
+        f"({rate:.2f} MB/s, {report.num_workers} workers)",
+        *(_OTHER_OPTIONS if report.started_over else ()),
+        *([f"continued  {kept:,} documents of an interrupted run were kept"] if kept else []),
+        f"wrote      {report.prefix}.bin .idx .json" + (" .model" if report.training else ""),
+    ]

@@ -1,0 +1,41 @@
+"""A run's settings: what there is, how it is read from TOML, what it means, how it is written."""
+
+from megalite.config.schema import (
+    MAX_SEED,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    EvalSetConfig,
+    GroupConfig,
+    KernelsConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RunConfig,
+    Section,
+    SourceConfig,
+    TrainConfig,
+    WandbConfig,
+)
+
+__all__ = [
+    "MAX_SEED",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "EvalSetConfig",
+    "GroupConfig",
+    "KernelsConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "Section",
+    "SourceConfig",
+    "TrainConfig",
+    "WandbConfig",
+]

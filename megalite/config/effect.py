@@ -1,0 +1,241 @@
+"""Settings that do nothing unless another setting says so: data for the checks and for to_toml.
+
+They are refused. An interval, or a window of losses, that the run is too short for is told at its
+start instead (`unreached`): a run of a few steps, or one that is to be made longer, keeps the
+settings of the whole one. Nothing else about such a run is silent: it evaluates, saves and logs at
+its end whatever the interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megalite.config.names import value_of
+from megalite.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Effect:
+    """`name` has an effect where `active` holds; `otherwise` says what takes it away."""
+
+    name: str
+    active: Callable[[RunConfig], bool]
+    otherwise: str
+
+
+_NO_ROPE = "model.positions=learned turns nothing; remove it or set model.positions=rope"
+_NO_SCALING = "nothing scales the rotation; remove it or set model.rope_scaling=llama3"
+
+
+def _turns(config: RunConfig) -> bool:
+    return config.model.positions == "rope"
+
+
+def _scales(config: RunConfig) -> bool:
+    return _turns(config) and config.model.rope_scaling is not None
+
+
+_NO_SPREAD = (
+    "layers are spread by cost only with parallel.pp >= 2 and without parallel.stage_layers; "
+    "remove it"
+)
+
+
+def _spreads(config: RunConfig) -> bool:
+    return config.parallel.pp > 1 and config.parallel.stage_layers is None
+
+
+def _window_cuts(config: RunConfig) -> bool:
+    window = config.model.sliding_window
+    return window is None or window < config.data.seq_length
+
+
+EFFECTS: tuple[Effect, ...] = (
+    *(Effect(f"model.rope_{key}", _turns, _NO_ROPE) for key in ("theta", "fraction", "scaling")),
+    *(
+        Effect(f"model.rope_{key}", _scales, _NO_SCALING)
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position")
+    ),
+    Effect(
+        "model.max_positions",
+        lambda c: c.model.positions == "learned",
+        "model.positions=rope keeps no table; remove it or set model.positions=learned",
+    ),
+    Effect(
+        "model.sliding_window",
+        _window_cuts,
+        "no sequence of data.seq_length is longer than the window; remove it or use a smaller one",
+    ),
+    Effect(
+        "optimizer.min_lr",
+        lambda c: c.optimizer.lr_schedule != "constant",
+        "optimizer.lr_schedule=constant never decays; remove it or use linear or cosine",
+    ),
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.optimizer.lr_schedule not in ("constant", "inverse_sqrt"),
+            "optimizer.lr_schedule=constant never decays and inverse_sqrt has no end; remove it "
+            "or use linear, cosine or wsd",
+        )
+        for name in ("decay_steps", "decay_tokens")
+    ),
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.optimizer.lr_schedule == "wsd",
+            "only optimizer.lr_schedule=wsd has a last phase; remove it or set "
+            "optimizer.lr_schedule=wsd",
+        )
+        for name in ("wsd_decay_steps", "wsd_decay_tokens", "wsd_decay_shape")
+    ),
+    *(
+        Effect(
+            f"train.{name}",
+            lambda c: c.train.loss_spike != "off",
+            "train.loss_spike=off watches no loss; remove it or set train.loss_spike=stop or skip",
+        )
+        for name in ("loss_spike_threshold", "loss_spike_window")
+    ),
+    Effect(
+        "optimizer.overlap_param_gather",
+        lambda c: c.optimizer.zero > 0,
+        "optimizer.zero=0 gathers no parameters; remove it or set optimizer.zero=1",
+    ),
+    Effect(
+        "optimizer.max_skips",
+        lambda c: "skip" in (c.optimizer.non_finite, c.train.loss_spike),
+        "optimizer.non_finite=stop and train.loss_spike=stop (or off) skip no step; remove it or "
+        "set one of them to skip",
+    ),
+    Effect(
+        "optimizer.grad_reduce_dtype",
+        lambda c: c.parallel.dp is None or c.parallel.dp > 1,
+        "parallel.dp=1 reduces no gradients; remove it or set parallel.dp >= 2",
+    ),
+    Effect(
+        "train.tf32",
+        lambda c: c.train.dtype == "float32",
+        "only float32 products can use TF32; remove it or set train.dtype=float32",
+    ),
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.train.dtype == "float16",
+            "only train.dtype=float16 scales the loss; remove it or set train.dtype=float16",
+        )
+        for name in (
+            "loss_scale",
+            "loss_scale_min",
+            "loss_scale_interval",
+            "loss_scale_hysteresis",
+            "loss_scale_backoff",
+        )
+    ),
+    *(
+        Effect(
+            f"optimizer.{name}",
+            lambda c: c.optimizer.name == "muon",
+            "optimizer.name=adamw does not use it; remove it or set optimizer.name=muon",
+        )
+        for name in ("muon_momentum", "muon_nesterov", "muon_steps", "muon_scale")
+    ),
+    Effect(
+        "optimizer.muon_dtype",
+        lambda c: c.optimizer.name == "muon" and c.train.dtype != "float64",
+        "only optimizer.name=muon iterates, and with train.dtype=float64 it does so in float64; "
+        "remove it",
+    ),
+    Effect(
+        "kernels.norm",
+        lambda c: c.model.norm == "rmsnorm" or c.model.qk_norm,
+        "model.norm=layernorm has no RMSNorm; remove it",
+    ),
+    Effect(
+        "checkpoint.load_weights",
+        lambda c: c.checkpoint.resume != "must",
+        "checkpoint.resume=must starts from this run's own checkpoint; remove one of the two",
+    ),
+    Effect(
+        "eval.weights",
+        lambda c: c.eval.interval > 0,
+        "eval.interval=0 never evaluates; remove it or set eval.interval",
+    ),
+    *(
+        Effect(
+            f"log.wandb.{name}",
+            lambda c: c.log.wandb.project is not None,
+            "log.wandb.project is not set; remove it or set log.wandb.project",
+        )
+        for name in ("mode", "entity", "group", "tags", "timeout_s")
+    ),
+    Effect(
+        "eval.sets",
+        lambda c: c.eval.interval > 0,
+        "eval.interval=0 never evaluates; remove it or set eval.interval",
+    ),
+    Effect(
+        "data.prefetch",
+        lambda c: c.data.workers > 0,
+        "data.workers=0 reads nothing ahead; remove it or set data.workers=1",
+    ),
+    Effect(
+        "eval.batches",
+        lambda c: c.eval.interval > 0,
+        "eval.interval=0 never evaluates; remove it or set eval.interval",
+    ),
+    Effect(
+        "parallel.overlap_tp",
+        lambda c: c.parallel.tp > 1,
+        "parallel.tp=1 has no collective to overlap; remove it or set parallel.tp >= 2",
+    ),
+    *(
+        Effect(
+            f"parallel.{end}_layers",
+            lambda c: c.parallel.balance == "layers",
+            "parallel.balance=cost counts FLOPs; remove it or set parallel.balance=layers",
+        )
+        for end in ("embedding", "head")
+    ),
+    *(
+        Effect(f"parallel.{name}", _spreads, _NO_SPREAD)
+        for name in ("balance", "embedding_layers", "head_layers")
+    ),
+)
+
+
+def without_effect(config: RunConfig) -> dict[str, str]:
+    """Dotted names of settings that do nothing in this config -> what takes their effect away."""
+    return {e.name: e.otherwise for e in EFFECTS if not e.active(config)}
+
+
+_UNREACHED = {
+    "eval.interval": "evaluated at the end only",
+    "checkpoint.interval": "saved at the end and on a signal only",
+    "log.interval": "only the last step has a line here",
+    "log.param_stats_interval": "nothing is measured",
+}
+
+
+def unreached(config: RunConfig, steps: int) -> list[str]:
+    """One line for each interval or window that a run of so many steps does not reach."""
+    if steps == 0:
+        return []
+    values = {name: value_of(config, name) for name in _UNREACHED}
+    lines = [
+        f"{name}={value} is more than the run's {_steps(steps)}: {_UNREACHED[name]}"
+        for name, value in values.items()
+        if value > steps
+    ]
+    train = config.train
+    if train.loss_spike != "off" and train.loss_spike_window >= steps:
+        lines.append(
+            f"train.loss_spike_window={train.loss_spike_window} is not full before the last of the "
+            f"run's {_steps(steps)}: no loss is judged"
+        )
+    return lines
+
+
+def _steps(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'}"

@@ -1,0 +1,129 @@
+"""pydantic's findings about a config in our words: one line each, with value, origin and remedy."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalite.config.names import sections, toml_value
+
+# what people call number formats elsewhere
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_SHORT |= {"float": "float32", "fp64": "float64", "double": "float64"}
+
+# pydantic's error type -> what the setting takes
+_NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda ctx: "needs an integer",
+    "int_from_float": lambda ctx: "needs an integer",
+    "float_type": lambda ctx: "needs a number",
+    "finite_number": lambda ctx: "needs a finite number",
+    "bool_type": lambda ctx: "needs true or false",
+    "string_type": lambda ctx: "needs a text in quotes",
+    "string_too_short": lambda ctx: "must not be empty",
+    "string_pattern_mismatch": lambda ctx: (
+        "may have letters, digits, '_', '-' and '.' only, and may not start with '.' or '-'"
+    ),
+    "list_type": lambda ctx: "needs a list, for example [1, 2]",
+    "literal_error": lambda ctx: f"needs {ctx['expected']}",
+    "greater_than_equal": lambda ctx: f"needs to be at least {ctx['ge']:g}",
+    "greater_than": lambda ctx: f"needs to be greater than {ctx['gt']:g}",
+    "less_than_equal": lambda ctx: f"needs to be at most {ctx['le']}",
+    "less_than": lambda ctx: f"needs to be less than {ctx['lt']:g}",
+    "value_error": lambda ctx: str(ctx["error"]),
+}
+
+
+def explain(error: ValidationError, origins: Mapping[str, str], meant: set[str]) -> list[str]:
+    """One line per finding; a missing key that a misspelt one was `meant` to be is left out.
+
+    A section of which nothing is there gets one line for all of its missing keys.
+    """
+    lines: list[str] = []
+    absent: dict[str, list[str]] = {}
+    for found in error.errors():
+        name, inside = _split(found["loc"])
+        if found["type"] == "missing" and not inside:
+            section, _, key = name.rpartition(".")
+            if name not in meant:
+                absent.setdefault(section, []).append(key)
+            continue
+        lines.append(_line(name, inside, found, origins))
+    for section, missing in absent.items():
+        lines += _missing(section, missing, origins)
+    return lines
+
+
+def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
+    """A finding's place as a dotted key and what lies inside its value."""
+    length = 2
+    while ".".join(str(part) for part in location[:length]) in sections():
+        length += 1
+    return ".".join(str(part) for part in location[:length]), location[length:]
+
+
+def _missing(section: str, missing: list[str], origins: Mapping[str, str]) -> list[str]:
+    if not section:
+        return [f"{key} is not set; add {key} = VALUE" for key in missing]
+    untouched = not any(name.startswith(f"{section}.") for name in origins)
+    if untouched and len(missing) > 1:
+        return [f"section [{section}] is missing; it needs {', '.join(missing)}"]
+    return [
+        f"{section}.{key} is not set; put {key} = VALUE under [{section}] or give "
+        f"{section}.{key}=VALUE"
+        for key in missing
+    ]
+
+
+def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping[str, str]) -> str:
+    where = f" ({origins[name]})" if name in origins else ""
+    kind, value = found["type"], found["input"]
+    if kind == "missing":
+        return f"{_spot(name, inside[:-1])}={toml_value(value)}{where} has no {inside[-1]}; add it"
+    if kind == "extra_forbidden":
+        return f"{_spot(name, inside[:-1])}{where} has no setting {inside[-1]!r}; remove it"
+    # An unlisted type can only come from a new kind of field; its own message is then the best.
+    needs = _NEEDS[kind](found.get("ctx", {})) if kind in _NEEDS else str(found["msg"]).lower()
+    return f"{_spot(name, inside)}={toml_value(value)}{where} {needs}{_remedy(found)}"
+
+
+def _spot(name: str, inside: tuple[int | str, ...]) -> str:
+    parts = [part for part in inside if part != "[key]"]  # pydantic's mark of a table's own key
+    return name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+
+
+def _remedy(found: Any) -> str:
+    """What was probably meant: a number without its quotes, or the nearest choice; else empty."""
+    value = found["input"]
+    if not isinstance(value, str):
+        return ""
+    if found["type"] == "literal_error":
+        near = _nearest_choice(value, re.findall(r"'([^']*)'", found["ctx"]["expected"]))
+        return f"; did you mean {near}?" if near else ""
+    return _unquoted(found["type"], value)
+
+
+def _nearest_choice(value: str, choices: list[str]) -> str | None:
+    wanted = value.lower().replace("-", "_")
+    wanted = _SHORT.get(wanted, wanted)
+    scored = [(SequenceMatcher(None, wanted, choice).ratio(), choice) for choice in choices]
+    score, best = max(scored, default=(0.0, ""))
+    return best if score > 0.5 else None
+
+
+def _unquoted(kind: str, value: str) -> str:
+    """For a number or switch in quotes: how to write it; empty otherwise."""
+    if kind not in ("int_type", "float_type", "bool_type"):
+        return ""
+    try:
+        bare = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return ""
+    fits = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}[kind]
+    if type(bare) not in fits:
+        return ""
+    return f"; write it without quotes: {value}"

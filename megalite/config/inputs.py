@@ -1,0 +1,122 @@
+"""What a run reads: its sources and evaluation sets by name, and what is wrong with their settings.
+
+Looks at settings, and with `missing_inputs` at which files are there; reads none of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from megalite.config.schema import DataConfig, EvalConfig, RunConfig
+from megalite.config.shares import SPLIT_NAMES, exact
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of the training data; `setting` is where the config names it.
+
+    Its name stays when its path moves.
+    """
+
+    name: str
+    path: str
+    weight: Fraction
+    setting: str
+
+
+def sources(data: DataConfig) -> list[Source]:
+    """The blend that data.sources describes, or data.path as the only source; [] without either."""
+    if data.path is not None:
+        return [Source("data", data.path, Fraction(1), "data.path")]
+    return [
+        Source(
+            source.name or Path(source.path).name,
+            source.path,
+            exact(source.weight),
+            f"data.sources[{number}]",
+        )
+        for number, source in enumerate(data.sources)
+    ]
+
+
+def split_set_names(data: DataConfig, split_name: str) -> list[str]:
+    """Names of the sets that a part of data.split gives: one a source, [] for a share of 0."""
+    shares = dict(zip(SPLIT_NAMES, data.split, strict=False))
+    if not shares.get(split_name):
+        return []
+    if not data.sources:
+        return [split_name]
+    return [f"{split_name}/{source.name}" for source in sources(data)]
+
+
+def data_problems(config: RunConfig) -> Iterator[str]:
+    """Settings of data and eval that do not fit each other, one line each."""
+    data = config.data
+    if data.path is not None and data.sources:
+        yield (
+            f"data.path={data.path} and data.sources both say what to train on; keep one "
+            "(a single source needs no weight)"
+        )
+        return
+    found = sources(data)
+    yield from _twice("data.sources", [source.name for source in found])
+    if found and not any(source.weight for source in found):
+        yield (
+            f"data.sources: weight=0 in all {len(found)} of them leaves nothing to train on; "
+            "give at least one a positive weight"
+        )
+    yield from _evaluation(data, config.eval)
+
+
+def missing_inputs(config: RunConfig) -> list[str]:
+    """One line for each input the config names that is not there, seen from the working folder."""
+    named = [
+        (s.setting if config.data.path else f"{s.setting}.path", s.path)
+        for s in sources(config.data)
+    ]
+    named += [(f"eval.sets[{n}].path", s.path) for n, s in enumerate(config.eval.sets)]
+    problems = []
+    for setting, prefix in named:
+        files = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
+        if missing := [name for name in files if not Path(name).is_file()]:
+            problems.append(
+                f"{setting}={prefix}: no file {' nor '.join(missing)} below {Path.cwd()}; correct "
+                f"the prefix, or make it with `megalite data prepare SOURCE --out {prefix}`"
+            )
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        problems.append(
+            f"data.tokenizer={tokenizer}: no such file; "
+            f"correct the path, or make it with `megalite data prepare SOURCE --vocab-size N`"
+        )
+    weights = config.checkpoint.load_weights
+    if weights is not None and not Path(weights).is_dir():
+        problems.append(
+            f"checkpoint.load_weights={weights}: no such folder below {Path.cwd()}; give a run's "
+            "folder or one of its checkpoints"
+        )
+    return problems
+
+
+def _evaluation(data: DataConfig, evaluation: EvalConfig) -> Iterator[str]:
+    from_split = [n for part in SPLIT_NAMES[1:] for n in split_set_names(data, part)]
+    names = [*from_split, *(entry.name for entry in evaluation.sets)]
+    yield from _twice("eval.sets", names)
+    if evaluation.interval and not names:
+        yield (
+            f"eval.interval={evaluation.interval} needs validation tokens, but data.split gives 0; "
+            "use for example data.split=[0.98, 0.02], a set in eval.sets, or eval.interval=0"
+        )
+
+
+def _twice(setting: str, names: list[str]) -> Iterator[str]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield (
+                f"{setting}: {count} entries are called {name!r}, by which their losses would be "
+                f"told apart; give each a name of its own (name = ...)"
+            )

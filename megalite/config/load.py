@@ -1,0 +1,277 @@
+"""From TOML files and `section.key=value` overrides to a RunConfig, with the origin of each value.
+
+Precedence: defaults, `base` file, file, overrides. Everything wrong with the input is reported at
+once. Whether the settings fit each other is checks.settings's business.
+
+TOML has no null: in a file and in an override alike, "none" (or "null") unsets a setting that may
+be unset, such as optimizer.clip_grad or data.path.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from os.path import normpath
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalite.config.explain import explain
+from megalite.config.names import (
+    keys,
+    nearest,
+    nearest_section,
+    section_keys,
+    sections,
+    toml_value,
+    value_of,
+)
+from megalite.config.schema import RunConfig
+from megalite.errors import ConfigError
+
+UNSET = ("none", "null")
+_ENTRY = re.compile(r"(?P<key>[\w.]+)\[(?P<number>\d{1,6})\]\.(?P<leaf>\w+)")  # list[0].key
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config and, for each dotted key, "default", "base FILE", "FILE" or "override".
+
+    Values that were filled in later (`with_config`) have the origin "derived".
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+
+    def with_config(self, config: RunConfig) -> Loaded:
+        """The same with another config; values that differ are marked as derived."""
+        old = self.config
+        changed = {n: "derived" for n in keys() if value_of(old, n) != value_of(config, n)}
+        return Loaded(config, self.origins | changed)
+
+
+@dataclass
+class _Draft:
+    """What has been gathered so far; later sources overwrite earlier ones."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    problems: list[str]
+    meant: set[str]  # keys that an unknown key was probably meant to be
+
+    def put(self, name: str, value: Any, origin: str) -> None:
+        if isinstance(value, (datetime.date, datetime.time)):
+            self.problems.append(f"{name}={value} ({origin}): no setting is a date; quote a text")
+            return
+        unset = keys()[name].optional and isinstance(value, str) and value in UNSET
+        self.values[name] = None if unset else value
+        self.origins[name] = origin
+
+    def unknown(self, name: str, origin: str) -> None:
+        meant = nearest(name)
+        self.meant.update(meant)
+        self.problems.append(f"unknown key {name} ({origin}); {_suggest(name, meant)}")
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Loaded:
+    """Read a TOML config, its base and the overrides; raises ConfigError with every problem."""
+    draft = _Draft({}, {}, [], set())
+    for origin, tree in _sources(Path(path)):
+        _add_file(draft, origin, tree)
+    _add_overrides(draft, overrides)
+    return _finish(draft)
+
+
+def read_toml(path: Path, what: str = "config") -> dict[str, Any]:
+    """Parse one TOML file, a `what`; raises ConfigError naming it and, for syntax, the line."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); TOML is UTF-8") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_line(path, text, str(error))) from None
+
+
+def _sources(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(origin, parsed tree) of the base, if any, and of the file."""
+    tree = read_toml(path)
+    base = tree.pop("base", None)
+    if base is None:
+        return [(str(path), tree)]
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={toml_value(base)} needs to be a file name in quotes")
+    base_path = path.parent / base
+    try:
+        base_tree = read_toml(base_path)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (the base that {path} names)") from None
+    if "base" in base_tree:
+        raise ConfigError(
+            f"{path}: its base {base_path} has a base of its own "
+            f"({toml_value(base_tree['base'])}); bases go one level deep, "
+            f"so copy those keys or point to that file"
+        )
+    return [(f"base {normpath(base_path)}", base_tree), (str(path), tree)]
+
+
+def _add_file(draft: _Draft, origin: str, tree: dict[str, Any]) -> None:
+    for name, value in tree.items():
+        if isinstance(value, dict) and name not in keys():
+            _add_section(draft, origin, name, value)
+        else:
+            _add_value(draft, origin, name, value)
+
+
+def _add_value(draft: _Draft, origin: str, name: str, value: Any) -> None:
+    if name in sections():
+        draft.problems.append(
+            f"{name}={toml_value(value)} ({origin}): {name} is a section; "
+            f"write [{name}] and its keys below it"
+        )
+    elif name not in keys():
+        draft.unknown(name, origin)
+    else:
+        draft.put(name, value, origin)
+
+
+def _add_section(draft: _Draft, origin: str, section: str, table: dict[str, Any]) -> None:
+    if section not in sections():
+        near = nearest_section(section)
+        near = near or _section_with(table)
+        hint = f"did you mean [{near}]?" if near else f"sections are {', '.join(sections())}"
+        draft.problems.append(f"unknown section [{section}] ({origin}); {hint}")
+        draft.meant.update(f"{near}.{key}" for key in table if near)
+        return
+    for key, value in table.items():
+        name = f"{section}.{key}"
+        if isinstance(value, dict) and name in sections():
+            _add_section(draft, origin, name, value)
+        else:
+            _add_value(draft, origin, name, value)
+
+
+def _section_with(table: dict[str, Any]) -> str | None:
+    """The one section that most of a table's keys belong to, or None."""
+    shared = {section: len(table.keys() & set(section_keys(section))) for section in sections()}
+    best = max(shared, key=lambda section: shared[section])
+    return best if 2 * shared[best] > len(table) else None
+
+
+def _add_overrides(draft: _Draft, overrides: list[str] | tuple[str, ...]) -> None:
+    seen: dict[str, str] = {}
+    for text in overrides:
+        name, equals, raw = (part.strip() for part in text.partition("="))
+        problem = _override_problem(name, bool(equals), raw)
+        if problem is None and name in seen:
+            problem = f"override {name} is given twice ({seen[name]} and {raw}); keep one"
+        if problem is not None:
+            draft.problems.append(problem)
+        elif entry := _ENTRY.fullmatch(name):
+            seen[name] = raw
+            _override_entry(draft, name, entry, raw)
+        elif name not in keys():
+            draft.unknown(name, "override")
+        else:
+            seen[name] = raw
+            draft.put(name, _override_value(name, raw), "override")
+
+
+def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) -> None:
+    """Set one key of one entry of a list of sections, which a file or an override has given."""
+    key, number, leaf = entry["key"], int(entry["number"]), entry["leaf"]
+    given: Any = draft.values.get(key)
+    count = len(given) if isinstance(given, list) else 0
+    if key not in keys():
+        draft.unknown(key, "override")
+    elif number >= count or not all(isinstance(item, dict) for item in given):
+        draft.problems.append(
+            f"override {name}: {key} has {count} {'entry' if count == 1 else 'entries'}; they are "
+            "counted from 0"
+        )
+    else:
+        changed = {**given[number], leaf: _bare(raw)}
+        draft.put(key, [*given[:number], changed, *given[number + 1 :]], "override")
+
+
+def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
+    if name.startswith("--"):
+        return f"override {name} must not start with dashes; write {name.lstrip('-')}=VALUE"
+    if not has_equals or not raw or not name:
+        return (
+            f"override {name or '='} has no {'value' if name else 'key'}; write section.key=VALUE"
+        )
+    if name in sections():
+        return f"override {name} names a section; write {name}.KEY=VALUE"
+    if name == "base":
+        return "override base: a base can only be named in a file"
+    if not raw.isprintable():
+        return f"override {name} has characters that cannot be printed: {raw!r}"
+    return None
+
+
+def _override_value(name: str, raw: str) -> Any:
+    """The text as a TOML value; a bare word, or anything bare for a text setting, is a string."""
+    value = _bare(raw)
+    return raw if keys()[name].is_string and not isinstance(value, str) else value
+
+
+def _bare(raw: str) -> Any:
+    """The text as a TOML value, or itself where it is none."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _finish(draft: _Draft) -> Loaded:
+    try:
+        # Through JSON, where an array may be a tuple and the types stay strict otherwise.
+        config = RunConfig.model_validate_json(json.dumps(_nest(draft.values), default=str))
+    except ValidationError as error:
+        draft.problems += explain(error, draft.origins, draft.meant)
+        raise ConfigError(draft.problems) from None
+    if draft.problems:
+        raise ConfigError(draft.problems)
+    return Loaded(config, {name: draft.origins.get(name, "default") for name in keys()})
+
+
+def _nest(values: dict[str, Any]) -> dict[str, Any]:
+    # Required sections are present even if empty, so that each missing key gets its own line.
+    tree: dict[str, Any] = {}
+    for name, value in [*((section, {}) for section in sections()), *values.items()]:
+        *parents, key = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node[key] = value
+    return tree
+
+
+def _suggest(name: str, meant: list[str]) -> str:
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    section = name.rpartition(".")[0]
+    if section in sections():
+        return f"[{section}] has {', '.join(section_keys(section))}"
+    return f"sections are {', '.join(sections())}"
+
+
+def _syntax_line(path: Path, text: str, message: str) -> str:
+    """One readable line for a TOML error, with the line it is on."""
+    found = re.search(r"\(at line (\d+), column \d+\)", message)
+    reason = message.split(" (at ")[0]
+    if "overwrite" in reason or "twice" in reason:
+        reason = "this key or section is already set further up; keep one"
+    if found is None:
+        return f"{path}, end of file: {reason}"
+    number = int(found.group(1))
+    line = text.split("\n")[number - 1].strip()
+    return f"{path}, line {number}: {line!r}: {reason}"

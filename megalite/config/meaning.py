@@ -1,0 +1,76 @@
+"""What a setting stands for where that can be written in several ways.
+
+A setting that was left open and its value written out mean the same, and so do shares in other
+units: a run that is resumed may change between them. Where two configs say the same thing under two
+settings (steps and tokens), that is train/changes.py's to see. Pure; builds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megalite.config.effect import without_effect
+from megalite.config.inputs import sources
+from megalite.config.names import value_of
+from megalite.config.schema import RunConfig
+from megalite.config.shares import SPLIT_NAMES, exact
+
+
+def same_meaning(old: RunConfig, new: RunConfig, name: str) -> bool:
+    """Whether a setting stands for the same in two configs, or for nothing in both."""
+    if value_of(old, name) == value_of(new, name):
+        return True
+    meaning = _MEANINGS.get(name)
+    if meaning is not None and meaning(old) == meaning(new):
+        return True
+    return name in without_effect(old) and name in without_effect(new)
+
+
+def _window(config: RunConfig) -> int | None:
+    """The sliding window, None where no sequence is longer."""
+    window = config.model.sliding_window
+    return window if window is not None and window < config.data.seq_length else None
+
+
+def _ramp_tokens(config: RunConfig) -> int | None:
+    """The length of the batch ramp in tokens."""
+    samples, tokens = config.train.batch_ramp_samples, config.train.batch_ramp_tokens
+    return tokens if samples is None else samples * config.data.seq_length
+
+
+def _sources(config: RunConfig) -> list[tuple[Any, ...]]:
+    """Names and shares of the blend: paths may move, and weights are relative."""
+    found = sources(config.data)
+    total = sum(source.weight for source in found)
+    return [(source.name, source.weight / (total or 1)) for source in found]
+
+
+def _split(config: RunConfig) -> list[Any]:
+    """Shares of all parts; one that is left out is 0."""
+    shares = [exact(share) for share in config.data.split]
+    shares += [exact(0.0)] * (len(SPLIT_NAMES) - len(shares))
+    return [share / sum(shares) for share in shares]
+
+
+def _groups(config: RunConfig) -> list[dict[str, Any]]:
+    """The groups; to scale the rate by 1 is to leave it, where no group before scales it."""
+    entries: list[dict[str, Any]] = []
+    scaled = False
+    for group in config.optimizer.groups:
+        scaled = scaled or group.lr_scale not in (None, 1.0)
+        entries.append(group.model_dump() | ({} if scaled else {"lr_scale": None}))
+    return entries
+
+
+_MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
+    "model.num_kv_heads": lambda config: config.model.kv_heads,
+    "model.head_dim": lambda config: config.model.head_size,
+    "model.vocab_pad_multiple": lambda config: config.model.padded_vocab_size,
+    "model.sliding_window": _window,
+    "optimizer.groups": _groups,
+    "data.sources": _sources,
+    "data.split": _split,
+    "train.batch_ramp_samples": _ramp_tokens,
+    "train.batch_ramp_tokens": _ramp_tokens,
+}

@@ -1,0 +1,174 @@
+"""The names a config may use: every dotted key, what it takes, the nearest one to a typo.
+
+Also how a value is written, in files and in messages.
+
+Derived from the models in config/schema.py, so there is no second list to keep. Reads no files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from types import NoneType
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from megalite.config.families import family_defaults
+from megalite.config.schema import RunConfig, Section
+
+NEAR_ENOUGH = 0.6  # of difflib's ratio; below it a suggestion would be a guess
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting: `default` is None for required keys too, told apart by `required`."""
+
+    name: str  # dotted, e.g. "optimizer.lr"; top-level keys have no dot
+    optional: bool  # accepts None
+    is_string: bool  # takes strings only, apart from None
+    required: bool
+    default: Any
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """Section name -> its model, in the order of RunConfig; one inside another has a dot."""
+    return dict(_sections_of(RunConfig, ""))
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Dotted name -> Key, for every setting, in the order of the models."""
+    return {key.name: key for key in _walk()}
+
+
+def section_keys(section: str) -> list[str]:
+    """The bare key names of one section."""
+    fields = sections()[section].model_fields
+    return [key for key in fields if f"{section}.{key}" not in sections()]
+
+
+def value_of(config: RunConfig, name: str) -> Any:
+    """The value of a dotted key in a config."""
+    node: Any = config
+    for part in name.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def default_of(config: RunConfig, name: str) -> Any:
+    """What a dotted key is where nothing says otherwise: some belong to the model's family."""
+    section, _, leaf = name.rpartition(".")
+    default = keys()[name].default
+    if section != "model":
+        return default
+    return family_defaults(config.model.family).get(leaf, default)
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it; None as "none", which load_config reads as unset.
+
+    Inside a table (an entry of optimizer.groups) what is None is left out.
+    """
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but TOML also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())}}}"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def nearest(name: str) -> list[str]:
+    """The keys a misspelt dotted name most likely means, best first; empty if nothing is close.
+
+    Same key with hyphens or other case first, then the same key in other sections, then the most
+    similar spelling, its own section before others.
+    """
+    section, _, leaf = _normal(name).rpartition(".")
+    exact = [key for key in keys() if _squash(key) == _squash(_normal(name))]
+    elsewhere = [key for key in keys() if _squash(key.rpartition(".")[2]) == _squash(leaf)]
+    if exact or elsewhere:
+        return exact or elsewhere
+    scored = [(_likeness(section, leaf, key), key) for key in keys()]
+    best = max(score for score, _ in scored)
+    return [key for score, key in scored if score == best >= NEAR_ENOUGH]
+
+
+def nearest_section(name: str) -> str | None:
+    """The section a misspelt section name most likely means, or None."""
+    scored = [(_ratio(_normal(name), section), section) for section in sections()]
+    score, best = max(scored)
+    return best if score >= NEAR_ENOUGH else None
+
+
+def _walk() -> Iterator[Key]:
+    for name in RunConfig.model_fields:
+        if name not in sections():
+            yield _key(RunConfig, "", name)
+    for section, model in sections().items():
+        for name in section_keys(section):
+            yield _key(model, f"{section}.", name)
+
+
+def _sections_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield prefix + name, kind
+            yield from _sections_of(kind, f"{prefix}{name}.")
+
+
+def _key(model: type[BaseModel], prefix: str, name: str) -> Key:
+    info = model.model_fields[name]
+    kinds = set(_kinds(info.annotation))
+    return Key(
+        name=prefix + name,
+        optional=NoneType in kinds,
+        is_string=kinds - {NoneType} == {str},
+        required=info.is_required(),
+        default=None if info.is_required() else info.default,
+    )
+
+
+def _kinds(annotation: Any) -> Iterator[type]:
+    """The plain types an annotation accepts: members of a union, types of a Literal's values."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+        return
+    for part in get_args(annotation):
+        if isinstance(part, type) or get_args(part):
+            yield from _kinds(part)
+        else:
+            yield type(part)
+
+
+def _normal(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _squash(name: str) -> str:
+    return name.replace("_", "")
+
+
+def _ratio(a: str, b: str) -> float:
+    return SequenceMatcher(None, a, b).ratio()
+
+
+def _likeness(section: str, leaf: str, key: str) -> float:
+    """How close two names are: by spelling, or by words they share; other sections count less."""
+    key_section, _, key_leaf = key.rpartition(".")
+    words, key_words = set(leaf.split("_")), set(key_leaf.split("_"))
+    shared = len(words & key_words) / min(len(words), len(key_words))
+    return max(_ratio(leaf, key_leaf), 0.8 * shared) - 0.2 * (1 - _ratio(section, key_section))

@@ -1,0 +1,81 @@
+"""Which settings may differ between the run that saved a checkpoint and the run that resumes it.
+
+The one table of it. `free`: changes no number beyond the rounding of sums in another order (which
+kernels are told at the resume), or only where the run lies and what it tells.
+`never`: the checkpoint would not fit. All others decide what the run computes: they are refused
+unless the command line lists them with `--accept`. What is compared is train/changes.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from megalite.config.names import keys, nearest
+from megalite.errors import ConfigError
+
+Change = Literal["free", "accept", "never"]
+
+# The content behind data.path; not a setting, but accepted like one.
+DATA = "data"
+ALL_LISTED = "all-listed"
+
+_FREE_SECTIONS = ("name", "out", "log", "eval", "checkpoint", "parallel", "pipeline", "kernels")
+_FREE_KEYS = (
+    "train.micro_batch",
+    "train.recompute",
+    "train.loss_chunk_tokens",
+    "train.timeout_s",
+    "train.deterministic",
+    "train.loss_spike",
+    "train.loss_spike_threshold",
+    "train.loss_spike_window",
+    "data.path",
+    "data.tokenizer",
+    "data.workers",
+    "data.prefetch",
+    "optimizer.adam",
+    "optimizer.zero",
+    "optimizer.bucket_mb",
+    "optimizer.overlap_grad_reduce",
+    "optimizer.overlap_param_gather",
+    "optimizer.non_finite",
+    "optimizer.max_skips",
+)
+_NEVER_SECTIONS = ("model",)
+_NEVER_KEYS = ("data.seq_length",)  # positions in the data are counted in samples
+_NOT_NEVER = ("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout")
+
+# Together they say when the run and its decay end; free as long as no learning rate moves.
+HORIZON = ("train.steps", "train.tokens", "optimizer.decay_steps", "optimizer.decay_tokens")
+
+
+def may_change(name: str) -> Change:
+    """What a changed setting needs; for those in HORIZON, where it moves the learning rate."""
+    section = name.split(".")[0]
+    if section in _FREE_SECTIONS or name in _FREE_KEYS:
+        return "free"
+    if name in _NEVER_KEYS or (section in _NEVER_SECTIONS and name not in _NOT_NEVER):
+        return "never"
+    return "accept"
+
+
+def accepted(lists: Iterable[str]) -> frozenset[str]:
+    """The names in comma-separated lists; ConfigError for each that cannot be accepted."""
+    names = [name.strip() for text in lists for name in text.split(",") if name.strip()]
+    problems = [problem for name in names if (problem := _problem(name))]
+    if problems:
+        raise ConfigError(problems)
+    return frozenset(names)
+
+
+def _problem(name: str) -> str | None:
+    if name in (DATA, ALL_LISTED):
+        return None
+    if name not in keys():
+        near = nearest(name)
+        hint = f"did you mean {' or '.join(near)}?" if near else "give a setting such as train.seed"
+        return f"--accept {name}: no such setting; {hint}"
+    if may_change(name) == "never":
+        return f"--accept {name}: cannot change within a run; start a run with another name"
+    return None

@@ -1,0 +1,136 @@
+"""One chunk of documents turned into token ids: what a worker does, and prepare's inner loop.
+
+Each document is encoded whole and ended with one eos id. The result is a function of the chunk, the
+tokenizer and the options alone, so that any number of workers gives the same files. Counts of what
+was left out travel with the ids; under policy fail the first bad document stands as `failure`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.corpus.corpus import Policy, judged_texts
+from megalite.corpus.documents import Chunk, CorpusReport
+from megalite.data.indexed import dtype_for_vocab
+from megalite.data.tokenizer import Tokenizer
+from megalite.errors import DataError
+
+MAX_ROUND_TRIPS = 64  # documents of a chunk that are decoded again and compared, if asked
+_SIZES = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How documents are read and judged."""
+
+    key: str
+    policy: Policy
+
+
+@dataclass
+class Entry:
+    """What became of one chunk, without its ids: a line of the record of an unfinished run."""
+
+    digest: str  # of the chunk
+    num_tokens: int = 0
+    max_id: int = -1
+    checksum: int = 0  # CRC-32 of lengths and ids as bytes
+    round_trips: int = 0
+    round_trips_exact: int = 0
+    report: CorpusReport = field(default_factory=CorpusReport)
+
+    def to_json(self) -> dict[str, Any]:
+        """Values that JSON takes; they share what is mutable with this entry."""
+        return {**vars(self), "report": vars(self.report)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Entry:
+        """The entry that `values` were made of; KeyError or TypeError if they are not."""
+        report = dict(values["report"])
+        for name in ("skipped", "noticed"):
+            report[name] = Counter(report[name])
+        return cls(**{**values, "report": CorpusReport(**report)})
+
+
+@dataclass
+class Encoded:
+    """A chunk's documents as they lie in the files: ids [tokens], lengths [documents] int32."""
+
+    entry: Entry
+    ids: bytes
+    lengths: bytes
+    failure: str = ""
+
+
+class Encoder:
+    """Encodes chunks with one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.dtype = dtype_for_vocab(tokenizer.vocab_size)
+        self._end_id = tokenizer.eos_id
+
+    def encode(
+        self, chunk: Chunk, check_round_trips: bool = False, max_bytes: int | None = None
+    ) -> Encoded:
+        """Ids of a chunk's good documents; with `max_bytes`, of its first bytes of text only."""
+        entry = Entry(chunk.digest())
+        report, options = entry.report, self.options
+        try:
+            texts = list(judged_texts(chunk, report, options.key, options.policy, max_bytes))
+        except DataError as error:
+            return Encoded(entry, b"", b"", str(error))
+        rows = self.tokenizer.encode_batch(texts)
+        if check_round_trips:
+            entry.round_trips = min(len(rows), MAX_ROUND_TRIPS)
+            pairs = list(zip(rows, texts, strict=True))[:MAX_ROUND_TRIPS]
+            entry.round_trips_exact = sum(self.tokenizer.decode(r) == text for r, text in pairs)
+        lengths = np.fromiter((len(row) + 1 for row in rows), dtype="<i4", count=len(rows))
+        ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
+        entry.num_tokens = len(ids)
+        entry.max_id = int(ids.max()) if len(ids) else -1
+        encoded = Encoded(entry, ids.astype(self.dtype).tobytes(), lengths.tobytes())
+        entry.checksum = checksum(encoded.lengths, encoded.ids)
+        return encoded
+
+    def _joined(self, rows: list[NDArray[Any]], num_tokens: int) -> NDArray[Any]:
+        ids = np.full(num_tokens, self._end_id, dtype=np.int32)
+        at = 0
+        for row in rows:
+            ids[at : at + len(row)] = row
+            at += len(row) + 1
+        return ids
+
+
+def checksum(lengths: bytes, ids: bytes) -> int:
+    """CRC-32 of both, one after the other."""
+    return zlib.crc32(ids, zlib.crc32(lengths))
+
+
+def write_message(stream: IO[bytes], header: dict[str, Any], payload: bytes) -> None:
+    """One message of a pipe: sizes, a JSON header, bytes."""
+    head = json.dumps(header).encode()
+    stream.write(_SIZES.pack(len(head), len(payload)) + head)
+    stream.write(payload)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
+    """The next message, None at the end of the stream (also where it ends within one)."""
+    sizes = stream.read(_SIZES.size)
+    if len(sizes) < _SIZES.size:
+        return None
+    head_bytes, payload_bytes = _SIZES.unpack(sizes)
+    head, payload = stream.read(head_bytes), stream.read(payload_bytes)
+    if len(head) < head_bytes or len(payload) < payload_bytes:
+        return None
+    return json.loads(head), payload

@@ -1,0 +1,202 @@
+"""Indexed datasets joined into one: the files that one run over all their text would have made.
+
+Token files are copied, the index is written anew; documents of several sequences and modes are
+kept. Datasets must agree in dtype and, by their sidecars, in tokenizer. Memory: a few megabytes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.corpus.publish import check_prefix, publish_files, sync, write_index, write_synced
+from megalite.data.fingerprint import fingerprint_files, sha256_file
+from megalite.data.indexed import IndexedDataset, file_of
+from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo, read_sidecar
+from megalite.errors import DataError
+
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was made."""
+
+    prefix: str
+    num_parts: int
+    num_tokens: int
+    num_documents: int
+    dtype: str
+
+
+def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> MergeReport:
+    """Join datasets in the order given; DataError, and nothing made, if they do not fit."""
+    _check_names(out_prefix, prefixes, overwrite)
+    parts = [IndexedDataset(prefix) for prefix in prefixes]
+    sidecars = [_own_sidecar(part) for part in parts]
+    _check_fit(parts, sidecars)
+    temporary = f".tmp-{secrets.token_hex(4)}"
+    try:
+        Path(out_prefix).parent.mkdir(parents=True, exist_ok=True)
+        made = {
+            suffix: file_of(out_prefix, suffix + temporary)
+            for suffix in (".bin", ".idx", ".lengths", ".documents", ".json", ".model")
+        }
+        try:
+            _write(made, parts)
+            _describe(out_prefix, made, parts, [s for s in sidecars if s is not None])
+            for name in (".lengths", ".documents"):
+                made.pop(name).unlink()
+            publish_files(Path(out_prefix), {s: p for s, p in made.items() if p.exists()})
+        finally:
+            for path in made.values():
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out_prefix}: cannot be written: {error.strerror}; make room or "
+            "give another OUT. No dataset was made"
+        ) from error
+    return MergeReport(
+        out_prefix,
+        len(parts),
+        sum(part.num_tokens for part in parts),
+        sum(part.num_documents for part in parts),
+        parts[0].dtype.name,
+    )
+
+
+def _check_names(out_prefix: str, prefixes: Sequence[str], overwrite: bool) -> None:
+    check_prefix(out_prefix)
+    if not prefixes:
+        raise DataError("no dataset to merge; give one PREFIX or more after OUT")
+    if Path(out_prefix).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
+        raise DataError(f"{out_prefix} is one of the datasets to merge; choose another OUT")
+    if file_of(out_prefix, ".idx").exists() and not overwrite:
+        raise DataError(
+            f"{out_prefix}.idx exists, and runs that use this dataset would lose it; choose "
+            "another OUT, or replace it with --overwrite"
+        )
+
+
+def _own_sidecar(part: IndexedDataset) -> Sidecar | None:
+    sidecar = read_sidecar(part)
+    if sidecar is not None:
+        found = fingerprint_files(part.bin_path, part.idx_path)
+        if found != sidecar.fingerprint:
+            raise DataError(
+                f"{part.prefix}.json: fingerprint: found {found} in the files, the sidecar states "
+                f"{sidecar.fingerprint}: they were replaced or damaged; prepare them again"
+            )
+    return sidecar
+
+
+def _check_fit(parts: list[IndexedDataset], sidecars: list[Sidecar | None]) -> None:
+    names = [str(part.prefix) for part in parts]
+    _require_one("dtype", names, [part.dtype.name for part in parts])
+    held = [part.modes is not None for part in parts if part.num_sequences]
+    _require_one(
+        "multimodal modes", [n for n, p in zip(names, parts, strict=True) if p.num_sequences], held
+    )
+    _require_one("sidecar (PREFIX.json) present", names, [side is not None for side in sidecars])
+    known = [side for side in sidecars if side is not None]
+    _require_one("vocab_size", names, [side.vocab_size for side in known])
+    _require_one("end id", names, [side.eos_id for side in known])
+    _require_one("tokenizer (sha256)", names, [side.tokenizer.sha256 for side in known])
+
+
+def _require_one(what: str, names: list[str], values: Sequence[object]) -> None:
+    for name, value in zip(names, values, strict=False):
+        if value != values[0]:
+            raise DataError(
+                f"{what} differs: {names[0]} has {values[0]}, {name} has {value}; only datasets "
+                "that one run could have made are merged: prepare them with the same tokenizer"
+            )
+
+
+def _write(made: dict[str, Path], parts: list[IndexedDataset]) -> None:
+    with made[".bin"].open("wb") as stream:
+        for part in parts:
+            _copy(part, stream)
+        sync(stream)
+    lengths = _spool(made[".lengths"], (part.lengths for part in parts), "<i4")
+    documents = _spool(made[".documents"], _boundaries(parts), "<i8")
+    modes = [part.modes for part in parts if part.modes is not None]
+    joined = np.concatenate(modes) if modes else None  # one byte a sequence
+    write_index(made[".idx"], parts[0].dtype, lengths, documents, joined)
+
+
+def _copy(part: IndexedDataset, stream: Any) -> None:
+    size = part.num_tokens * part.dtype.itemsize
+    with part.bin_path.open("rb") as source:
+        for at in range(0, size, BLOCK):
+            block = source.read(min(BLOCK, size - at))
+            if len(block) < min(BLOCK, size - at):
+                raise DataError(
+                    f"{part.bin_path}: file length: found {at + len(block)} bytes, wanted {size}: "
+                    "it was shortened while it was read"
+                )
+            stream.write(block)
+
+
+def _boundaries(parts: list[IndexedDataset]) -> Iterator[NDArray[np.int64]]:
+    yield np.zeros(1, dtype=np.int64)
+    before = 0
+    for part in parts:
+        for at in range(1, len(part.documents), BLOCK):
+            yield part.documents[at : at + BLOCK] + np.int64(before)
+        before += part.num_sequences
+
+
+def _spool(path: Path, arrays: Iterable[NDArray[Any]], dtype: str) -> NDArray[Any]:
+    """Arrays one after another in a file, mapped; so that memory does not grow with them."""
+    with path.open("wb") as stream:
+        for array in arrays:
+            for at in range(0, len(array), BLOCK):
+                stream.write(array[at : at + BLOCK].astype(dtype).tobytes())
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _describe(
+    out_prefix: str, made: dict[str, Path], parts: list[IndexedDataset], sidecars: list[Sidecar]
+) -> None:
+    """The sidecar of the whole, and its tokenizer where that lies beside a part."""
+    if not sidecars:
+        return
+    first = sidecars[0]
+    info = first.tokenizer
+    for path in (file_of(part.prefix, ".model") for part in parts):
+        if path.is_file() and sha256_file(path) == info.sha256:
+            write_synced(made[".model"], path.read_bytes())
+            info = TokenizerInfo(
+                file=os.path.basename(out_prefix) + ".model", sha256=info.sha256, trained=True
+            )
+            break
+    skipped = sum((Counter(side.source.skipped) for side in sidecars), Counter[str]())
+    whole = Sidecar(
+        vocab_size=first.vocab_size,
+        eos_id=first.eos_id,
+        max_id=max(side.max_id for side in sidecars),
+        num_tokens=sum(side.num_tokens for side in sidecars),
+        num_documents=sum(side.num_documents for side in sidecars),
+        dtype=first.dtype,
+        fingerprint=fingerprint_files(made[".bin"], made[".idx"]),
+        tokenizer=info,
+        source=SourceInfo(
+            description="merge of " + " + ".join(side.source.description for side in sidecars),
+            text_bytes=sum(side.source.text_bytes for side in sidecars),
+            skipped=dict(sorted(skipped.items())),
+        ),
+    )
+    write_synced(made[".json"], whole.to_bytes())

@@ -1,0 +1,76 @@
+"""Rows of a parquet file as documents: one column of strings, read in small batches.
+
+Memory: a batch of about BATCH_BYTES and pyarrow's pages of one row group. A file without the
+column, or with another type in it, gives a fault for each of its rows. Needs pyarrow (an extra).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from megalite.corpus.documents import keys_there, missing_key
+from megalite.errors import DataError
+
+BATCH_BYTES = 1 << 20
+MAX_BATCH_ROWS = 4096
+
+
+def read_parquet(path: Path, key: str) -> Iterator[tuple[str, bytes, str, int]]:
+    """(place, content, fault, bytes of the file done by then) of each row, from row 1."""
+    arrow, parquet = _pyarrow(path)
+    file_bytes = path.stat().st_size
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False, memory_map=False) as file:
+            total = max(file.metadata.num_rows, 1)
+            for number, (content, fault) in enumerate(_rows(arrow, file, key), 1):
+                yield f"{path}:row {number}", content, fault, file_bytes * number // total
+    except arrow.ArrowInvalid as error:
+        raise OSError(f"not a sound parquet file: {error}") from error
+
+
+def _rows(arrow: Any, file: Any, key: str) -> Iterator[tuple[bytes, str]]:
+    schema = file.schema_arrow
+    if key not in schema.names:
+        fault = f"{missing_key(key)}\n{keys_there(key, schema.names)}"
+        yield from repeat((b"", fault), file.metadata.num_rows)
+    elif not _is_text(arrow, schema.field(key).type):
+        yield from repeat((b"", "not a string"), file.metadata.num_rows)
+    else:
+        for batch in file.iter_batches(batch_size=_batch_rows(file, key), columns=[key]):
+            column = batch.column(0)
+            if arrow.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            for content in column.cast(arrow.large_binary()).to_pylist():
+                yield (b"", "null") if content is None else (content, "")
+
+
+def _is_text(arrow: Any, kind: Any) -> bool:
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    view = getattr(arrow.types, "is_string_view", lambda kind: False)
+    return bool(arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or view(kind))
+
+
+def _batch_rows(file: Any, key: str) -> int:
+    """Rows that hold about BATCH_BYTES, by the file's own sums."""
+    groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
+    columns = [g.column(n) for g in groups[:16] for n in range(g.num_columns)]
+    held = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == key)
+    rows = sum(group.num_rows for group in groups[:16])
+    fitting = int(BATCH_BYTES * rows // max(held, 1))
+    return max(1, min(MAX_BATCH_ROWS, fitting))
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"{path}: parquet files need pyarrow, which is not installed: "
+            "pip install pyarrow, or convert the file to JSONL"
+        ) from error
+    return pyarrow, pyarrow.parquet

@@ -1,0 +1,296 @@
+"""From text to an indexed dataset: documents in, PREFIX.bin, PREFIX.idx and PREFIX.json out.
+
+Each document is encoded whole and ended with one eos id. The tokenizer is a given file, or is
+trained on the same corpus first and then saved as PREFIX.model. Any number of workers makes the
+same files. Memory stays at a few chunks of text a worker, whatever the corpus. A run that ends too
+early leaves PREFIX.unfinished/ if the same call can go on from it, and notes so on the error.
+Prints nothing: the report says it all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+
+import numpy as np
+
+from megalite.corpus.corpus import Corpus, Policy, open_corpus
+from megalite.corpus.documents import Chunk, CorpusReport
+from megalite.corpus.encode_pool import EncodePool
+from megalite.corpus.encoding import Encoded, EncodeOptions, Encoder, Entry
+from megalite.corpus.prepare_tokenizer import Progress, Trained, teller, trained_tokenizer
+from megalite.corpus.publish import disk_errors_told, publish_files, write_index, write_synced
+from megalite.corpus.tokenizer_training import ModelType, TrainReport
+from megalite.corpus.unfinished import Unfinished
+from megalite.data.fingerprint import fingerprint_files
+from megalite.data.indexed import dtype_for_vocab
+from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
+from megalite.data.tokenizer import Tokenizer, library_version
+from megalite.errors import DataError
+
+FORMAT = 1  # raise it when the same text would give other files: unfinished runs start over then
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What `prepare` made, and from what."""
+
+    prefix: str
+    source: str
+    num_tokens: int
+    num_documents: int
+    text_bytes: int
+    vocab_size: int
+    dtype: str
+    tokenizer: str
+    corpus: CorpusReport
+    training: TrainReport | None  # None: the tokenizer was given
+    num_round_trips: int  # documents at the start that were decoded again
+    num_round_trips_exact: int
+    num_kept_documents: int  # taken over from an interrupted run
+    started_over: bool  # what an interrupted run with other options had done was dropped
+    num_workers: int
+    train_s: float
+    encode_s: float
+
+
+@dataclass
+class _Totals:
+    """Sums over the chunks done."""
+
+    report: CorpusReport = field(default_factory=CorpusReport)
+    num_tokens: int = 0
+    max_id: int = -1
+    round_trips: int = 0
+    round_trips_exact: int = 0
+    num_kept_documents: int = 0
+    started_over: bool = False
+    digests: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def add(self, entry: Entry) -> None:
+        self.report.add(entry.report)
+        self.num_tokens += entry.num_tokens
+        self.max_id = max(self.max_id, entry.max_id)
+        self.round_trips += entry.round_trips
+        self.round_trips_exact += entry.round_trips_exact
+        self.digests.update(entry.digest.encode())
+
+
+def prepare(
+    source: str,
+    out_prefix: str,
+    *,
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+    model_type: ModelType | None = None,
+    key: str = "text",
+    policy: Policy | None = None,
+    max_bytes: int | None = None,
+    suffixes: list[str] | None = None,
+    num_workers: int | None = None,
+    restart: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> PrepareReport:
+    """Tokenise a corpus into an indexed dataset; give either a tokenizer or a vocab_size to train.
+
+    `num_workers` processes encode; default: as many as CPUs. `restart` drops what an interrupted
+    run has done, which is taken over else. DataError for a bad setting, source
+    or (under policy fail) document; no dataset is there then, but finished parts may be kept.
+    """
+    _check_choice(tokenizer, vocab_size, model_type)
+    corpus = open_corpus(source, key=key, policy=policy, max_bytes=max_bytes, suffixes=suffixes)
+    given = None if tokenizer is None else Tokenizer(tokenizer)
+    if vocab_size is not None:
+        dtype_for_vocab(vocab_size)
+    workers = num_cpus() if num_workers is None else num_workers
+    if workers < 1:
+        raise DataError(f"num_workers={workers}; --workers must be 1 or more, or left out")
+    start_s = time.perf_counter()
+    with Unfinished(out_prefix) as unfinished, disk_errors_told(out_prefix):
+        if restart:
+            unfinished.forget()
+        trained = None
+        if given is None:
+            assert vocab_size is not None  # _check_choice
+            settings = {"vocab_size": vocab_size, "model_type": model_type or "bpe"}
+            tell = teller(corpus, "training", on_progress)
+            trained = trained_tokenizer(corpus, unfinished, settings, tell)
+        model = given or _model_of(trained, out_prefix)
+        trained_s = time.perf_counter()
+        encoder = Encoder(model, EncodeOptions(key, corpus.policy))
+        totals = _encode(corpus, encoder, unfinished, workers, on_progress)
+        _check_unchanged(corpus, trained, totals, unfinished)
+        sidecar = _publish(corpus, encoder, unfinished, totals, trained)
+    return PrepareReport(
+        prefix=out_prefix,
+        source=corpus.description,
+        num_tokens=totals.num_tokens,
+        num_documents=totals.report.num_documents,
+        text_bytes=totals.report.text_bytes,
+        vocab_size=model.vocab_size,
+        dtype=sidecar.dtype,
+        tokenizer=str(model.path),
+        corpus=totals.report,
+        training=None if trained is None else trained.report,
+        num_round_trips=totals.round_trips,
+        num_round_trips_exact=totals.round_trips_exact,
+        num_kept_documents=totals.num_kept_documents,
+        started_over=totals.started_over,
+        num_workers=workers,
+        train_s=trained_s - start_s,
+        encode_s=time.perf_counter() - trained_s,
+    )
+
+
+def _model_of(trained: Trained | None, out_prefix: str) -> Tokenizer:
+    assert trained is not None  # no tokenizer was given
+    return Tokenizer.from_bytes(trained.content, f"{out_prefix}.model")
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # what this job may use, on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_choice(
+    tokenizer: str | None, vocab_size: int | None, model_type: ModelType | None
+) -> None:
+    if (tokenizer is None) == (vocab_size is None):
+        raise DataError(
+            f"{'no' if tokenizer is None else 'both a'} tokenizer and vocabulary size given; give "
+            "one of them: --tokenizer FILE to use a tokenizer, or --vocab-size N to train one"
+        )
+    if tokenizer is not None and model_type is not None:
+        raise DataError(
+            f"model_type={model_type} has no effect on the given tokenizer {tokenizer}; "
+            "leave --model-type out, or train one with --vocab-size"
+        )
+
+
+def _encode(
+    corpus: Corpus,
+    encoder: Encoder,
+    unfinished: Unfinished,
+    num_workers: int,
+    on_progress: Callable[[Progress], None],
+) -> _Totals:
+    """All chunks into the unfinished folder: those of an earlier run first, then new ones."""
+    started_over = unfinished.begin(
+        {
+            "format": FORMAT,
+            "sentencepiece": library_version(),
+            "tokenizer": encoder.tokenizer.sha256,
+            "source": corpus.description,
+            "key": corpus.key,
+            "max_bytes": corpus.max_bytes,
+        }
+    )
+    totals, tell = _Totals(started_over=started_over), teller(corpus, "encoding", on_progress)
+    chunks = _take_over(corpus, unfinished, totals)
+    with EncodePool(encoder, num_workers) as pool:
+        for chunk, found in pool.encode(chunks, check_first=unfinished.num_chunks == 0):
+            encoded = _settled(found, chunk, corpus.max_bytes, encoder, totals)
+            if encoded.failure:
+                raise DataError(encoded.failure)
+            unfinished.append(encoded)
+            totals.add(encoded.entry)
+            tell(chunk, totals.report.text_bytes, totals.num_tokens)
+            if totals.report.reached_max_bytes:
+                break
+    if not totals.report.num_documents and unfinished.num_chunks:
+        unfinished.forget()  # it is done, and no use
+    corpus.require_some(totals.report)
+    return totals
+
+
+def _take_over(corpus: Corpus, unfinished: Unfinished, totals: _Totals) -> Iterator[Chunk]:
+    """Count chunks that an earlier run did; what is left to do.
+
+    Whichever the policy was, a chunk without a bad document is the same.
+    """
+    chunks = corpus.chunks()
+    for chunk, entry in zip(chunks, chain(unfinished.kept(), repeat(None)), strict=False):
+        if entry is None or entry.digest != chunk.digest():
+            return chain([chunk], chunks)
+        if corpus.policy == "fail" and entry.report.skipped:
+            return chain([chunk], chunks)
+        unfinished.accept()
+        totals.add(entry)
+        totals.num_kept_documents = totals.report.num_documents
+        if entry.report.reached_max_bytes:
+            break
+    return iter(())
+
+
+def _settled(
+    encoded: Encoded, chunk: Chunk, max_bytes: int | None, encoder: Encoder, totals: _Totals
+) -> Encoded:
+    """The chunk up to the limit, the first documents checked: its worker does not know what came
+    before it."""
+    room = None if max_bytes is None else max_bytes - totals.report.text_bytes
+    first, report = totals.report.num_documents == 0, encoded.entry.report
+    over = room is not None and (bool(encoded.failure) or report.text_bytes > room)
+    unchecked = first and report.num_documents > 0 and not encoded.entry.round_trips
+    if over or (unchecked and not encoded.failure):
+        return encoder.encode(chunk, first, room)
+    return encoded
+
+
+def _check_unchanged(
+    corpus: Corpus, trained: Trained | None, totals: _Totals, unfinished: Unfinished
+) -> None:
+    if trained is not None and trained.source_digest != totals.digests.hexdigest():
+        unfinished.forget()
+        raise DataError(
+            f"{corpus.description}: changed after the tokenizer was trained on it; "
+            "let it rest, and prepare it again"
+        )
+
+
+def _publish(
+    corpus: Corpus,
+    encoder: Encoder,
+    unfinished: Unfinished,
+    totals: _Totals,
+    trained: Trained | None,
+) -> Sidecar:
+    unfinished.seal()
+    ids, index = unfinished.path("ids"), unfinished.path("index")
+    lengths = np.memmap(unfinished.path("lengths"), dtype="<i4", mode="r")
+    write_index(index, encoder.dtype, lengths)
+    tokenizer = encoder.tokenizer
+    sidecar = Sidecar(
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        max_id=totals.max_id,
+        num_tokens=totals.num_tokens,
+        num_documents=totals.report.num_documents,
+        dtype=encoder.dtype.name,
+        fingerprint=fingerprint_files(ids, index),
+        tokenizer=TokenizerInfo(
+            file=str(tokenizer.path if trained is None else tokenizer.path.name),
+            sha256=tokenizer.sha256,
+            trained=trained is not None,
+        ),
+        source=SourceInfo(
+            description=corpus.description,
+            text_bytes=totals.report.text_bytes,
+            skipped=dict(sorted(totals.report.skipped.items())),
+        ),
+    )
+    made = {".bin": ids}
+    extras = {".json": sidecar.to_bytes()}
+    if trained is not None:
+        extras[".model"] = tokenizer.content
+    for suffix, content in extras.items():
+        made[suffix] = unfinished.path("published" + suffix)
+        write_synced(made[suffix], content)
+    publish_files(unfinished.prefix, {**made, ".idx": index})
+    unfinished.remove()
+    return sidecar

@@ -1,0 +1,162 @@
+"""A tokenizer trained on a corpus: for itself (`data tokenizer`), or on the way of `prepare`.
+
+The latter is kept in the unfinished folder until the dataset is made. It is taken over from an
+interrupted run if the settings and the files' names, sizes and times are the same; what those
+cannot show is found when the digests of what was trained on are compared with those of what was
+encoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.corpus.corpus import Corpus, open_corpus
+from megalite.corpus.documents import Chunk, CorpusReport
+from megalite.corpus.publish import write_synced
+from megalite.corpus.tokenizer_training import ModelType, TrainReport, train_tokenizer
+from megalite.corpus.unfinished import Unfinished
+from megalite.data.tokenizer import library_version
+from megalite.errors import DataError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. Bytes are of the source's files, or of text where max_bytes limits it."""
+
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained tokenizer's file, and what it was trained on."""
+
+    content: bytes
+    report: TrainReport
+    source_digest: str  # over the digests of the chunks that were offered
+
+
+def trained_tokenizer(
+    corpus: Corpus,
+    unfinished: Unfinished,
+    settings: dict[str, Any],
+    tell: Callable[[Chunk, int, int], None],
+) -> Trained:
+    """Train on the corpus, or take what an interrupted run has trained. `settings` go to
+    train_tokenizer; `tell(chunk, text bytes, 0)` reports progress."""
+    key = hashlib.sha256(json.dumps([_corpus_key(corpus), settings]).encode()).hexdigest()
+    model = unfinished.path("tokenizer.model")
+    record = unfinished.read_json("tokenizer.json")
+    if record is not None and record["key"] == key and model.is_file():
+        content = model.read_bytes()
+        if hashlib.sha256(content).hexdigest() == record["sha256"]:
+            unfinished.is_useful = True
+            return Trained(content, TrainReport(**record["report"]), record["source_digest"])
+    content, report, digest = _train(corpus, settings, CorpusReport(), tell)
+    write_synced(model, content)
+    unfinished.write_json(
+        "tokenizer.json",
+        {
+            "key": key,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "report": asdict(report),
+            "source_digest": digest,
+        },
+    )
+    unfinished.is_useful = True
+    return Trained(content, report, digest)
+
+
+def make_tokenizer(
+    source: str,
+    out: str,
+    *,
+    vocab_size: int,
+    model_type: ModelType,
+    sample_bytes: int | None = None,
+    overwrite: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    **corpus_options: Any,
+) -> tuple[TrainReport, CorpusReport]:
+    """Train a tokenizer and write it to `out`, whole or not at all; options as open_corpus."""
+    corpus, path = open_corpus(source, **corpus_options), Path(out)
+    if path.exists() and not overwrite:
+        raise DataError(f"{out} exists; choose another --out, or replace it with --overwrite")
+    unfinished = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()  # can it be written? before the work, not after
+        found, tell = CorpusReport(), teller(corpus, "training", on_progress)
+        settings = {
+            "vocab_size": vocab_size,
+            "model_type": model_type,
+            "sample_bytes": sample_bytes,
+        }
+        content, report, _ = _train(corpus, settings, found, tell)
+        write_synced(unfinished, content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out}: cannot be written: {error.strerror}; give another --out, "
+            "or the right to write there"
+        ) from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    return report, found
+
+
+def teller(
+    corpus: Corpus, phase: str, on_progress: Callable[[Progress], None]
+) -> Callable[[Chunk, int, int], None]:
+    """tell(chunk, text bytes so far, tokens so far), which calls `on_progress`."""
+    total = corpus.source_bytes() if corpus.max_bytes is None else corpus.max_bytes
+
+    def tell(chunk: Chunk, text_bytes: int, num_tokens: int) -> None:
+        done = chunk.source_bytes if corpus.max_bytes is None else text_bytes
+        on_progress(Progress(phase, done, total, num_tokens))
+
+    return tell
+
+
+def _train(
+    corpus: Corpus,
+    settings: dict[str, Any],
+    found: CorpusReport,
+    tell: Callable[[Chunk, int, int], None],
+) -> tuple[bytes, TrainReport, str]:
+    """(model, what it was trained on, digest of the source); counts documents into `found`."""
+    digests = hashlib.sha256()
+
+    def on_chunk(chunk: Chunk) -> None:
+        digests.update(chunk.digest().encode())
+        tell(chunk, found.text_bytes, 0)
+
+    content, report = train_tokenizer(corpus.documents(found, on_chunk), **settings)
+    return content, report, digests.hexdigest()
+
+
+def _corpus_key(corpus: Corpus) -> list[Any]:
+    files = hashlib.sha256()
+    for path in corpus.files:
+        status = path.stat() if path.is_file() else None
+        known = (status.st_size, status.st_mtime_ns) if status else None
+        files.update(json.dumps([str(path), known]).encode())
+    return [
+        library_version(),
+        corpus.description,
+        corpus.key,
+        corpus.policy,
+        corpus.max_bytes,
+        files.hexdigest(),
+    ]

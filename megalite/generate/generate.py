@@ -1,0 +1,131 @@
+"""Text from a run's checkpoint, in one process, whatever layout trained it.
+
+Reading order: `open_model`, then `generate`. Each token is one forward over the context: nothing is
+cached from one to the next, which suits models small enough to be tried on one device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from megalite.checkpoint.find import Checkpoint, find_latest, open_checkpoint
+from megalite.checkpoint.load import load
+from megalite.checkpoint.pieces import NamedPiece
+from megalite.checkpoint.store import step_name, step_of
+from megalite.config import PipelineConfig, RunConfig
+from megalite.data.tokenizer import Tokenizer
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.precision import DTYPES
+from megalite.errors import CheckpointError, ConfigError, DataError
+from megalite.generate.sampling import Sampling
+from megalite.layout.topology import Topology
+from megalite.model.transformer import Transformer
+from megalite.train.engine import build_chunks
+from megalite.train.kernel_choice import generation_kernels
+
+
+def open_run(run: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint that `run` is, or of a run folder the newest sound one or that of `step`.
+
+    Raises CheckpointError if there is none, or if the one that was asked for is not sound.
+    """
+    if step_of(run.name) is not None:
+        if step is not None:
+            raise ConfigError(f"--step={step} has no effect on {run}, which is a checkpoint itself")
+        return open_checkpoint(run)
+    if step is not None:
+        return open_checkpoint(run / "checkpoints" / step_name(step))
+    found = find_latest(run / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"{run} {'holds no checkpoint' if run.is_dir() else 'does not exist'}; give the folder "
+            "of a run that has saved (at its end, on a signal, and every checkpoint.interval steps)"
+        )
+    return found
+
+
+def load_model(
+    checkpoint: Checkpoint, device: torch.device | None = None, weights: str = "param"
+) -> tuple[Transformer, RunConfig]:
+    """The whole model on one device (default: the CPU), in the dtype its weights were saved in.
+
+    `weights`: "param", or "ema" for the average that the run kept.
+    """
+    config = serial_config(checkpoint)
+    if weights == "ema" and config.optimizer.ema_decay is None:
+        raise ConfigError(
+            f"{checkpoint.path} holds no average of the weights (optimizer.ema_decay was not set); "
+            "leave out --ema"
+        )
+    mesh = Mesh(Topology(), device)
+    dtype = DTYPES[config.train.dtype]
+    ops = generation_kernels(config, mesh.device, dtype)
+    (chunk,) = build_chunks(config, mesh, dtype, place=[0], ops=ops)
+    pieces = [
+        NamedPiece.of_shard(weights, spec, 1, 0, param.detach())
+        for param, spec in chunk.named_params()
+    ]
+    load(checkpoint, pieces, allow_unused=True)
+    return chunk, config
+
+
+def serial_config(checkpoint: Checkpoint) -> RunConfig:
+    """The config that a checkpoint was saved with, for one process in full precision."""
+    try:
+        config = RunConfig.model_validate(checkpoint.manifest.config, strict=False)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise CheckpointError(
+            f"{checkpoint.path} was saved by another megalite: its config has "
+            f"{'.'.join(map(str, found['loc']))} ({found['msg'].lower()})"
+        ) from error
+    serial = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "sequence_parallel": False}
+    layout = config.parallel.model_copy(update={**serial, "stage_layers": None})
+    # Masters of a 16-bit run are saved in float32.
+    dtype = "float64" if config.train.dtype == "float64" else "float32"
+    train = config.train.model_copy(update={"dtype": dtype, "recompute": "none"})
+    changes = {"parallel": layout, "pipeline": PipelineConfig(schedule="1f1b"), "train": train}
+    return config.model_copy(update=changes)
+
+
+def load_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer that the run's config names."""
+    if config.data.tokenizer is None:
+        raise ConfigError("the run names no data.tokenizer; it cannot write text")
+    return Tokenizer(config.data.tokenizer)
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompt: list[int],
+    num_tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    eos_id: int | None = None,
+    num_ids: int | None = None,
+) -> list[int]:
+    """Up to `num_tokens` ids that continue `prompt`.
+
+    The context is the last `seq_length` tokens. Stops after `eos_id`; chooses only ids below
+    `num_ids`, where the tokenizer has fewer than the model. Raises DataError for an empty prompt or
+    an id outside the vocabulary.
+    """
+    vocab = model.config.vocab_size
+    if not prompt or not all(0 <= token < vocab for token in prompt):
+        raise DataError(
+            f"the prompt gives the token ids {prompt}; it must give one or more below {vocab}: "
+            "use a text that is not empty, and the run's own tokenizer"
+        )
+    sampling = sampling or Sampling()
+    generator = sampling.generator()
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        context = torch.tensor(tokens[-model.seq_length :], device=model.tp.device)
+        tokens.append(sampling.pick(model.logits(context)[-1, :num_ids], generator))
+        if tokens[-1] == eos_id:
+            break
+    return tokens[len(prompt) :]

@@ -1,0 +1,1 @@
+"""The lives of processes: launchers, devices, signals, watching each other, ending together."""

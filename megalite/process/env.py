@@ -1,0 +1,158 @@
+"""How a process joins the others: its device, the rendezvous, the process group.
+
+Who it is says launcher.py. Communicators inside the group are mesh.py's. Starts no processes:
+local.py does that on one host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from megalite.errors import ConfigError
+from megalite.process.launcher import Launch
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+
+def pick_device(launch: Launch, kind: DeviceKind = "auto") -> torch.device:
+    """The device of this process: cuda:<local rank> or cpu.
+
+    "auto" takes CUDA where the machine has it. Raises `ConfigError` if CUDA is wanted and this host
+    has fewer GPUs than processes.
+    """
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={kind!r}; allowed are 'auto', 'cpu' and 'cuda'")
+    available = torch.cuda.is_available()
+    if kind == "cpu" or (kind == "auto" and not available):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if available else 0
+    needed = max(launch.local_world_size, launch.local_rank + 1)
+    if count < needed:
+        raise ConfigError(
+            f"{needed} processes on host {socket.gethostname()} need a GPU each, but it has "
+            f"{count}; start at most {count} processes per host, or choose device 'cpu'"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def init_process(
+    launch: Launch,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    backend: Literal["gloo", "nccl", "fake"] | None = None,
+    listener: socket.socket | None = None,
+) -> None:
+    """Join the world's process group: gloo on cpu, nccl on cuda with the device bound, or "fake".
+
+    "fake" is for dry runs: any rank of any world in one process, and collectives move nothing.
+    `listener` is a listening socket that rank 0 serves the rendezvous on, so that its port was
+    never free between choosing and using it. A process on the CPU computes with one thread unless
+    OMP_NUM_THREADS says otherwise, since its siblings want the other cores.
+    """
+    if device.type == "cpu" and launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(seconds=timeout_s)
+    if chosen == "fake":
+        _join_fake(launch)
+        return
+    if chosen == "gloo" and launch.spans_hosts:
+        check_interface()
+    try:
+        _join(launch, chosen, timeout, device if chosen == "nccl" else None, listener)
+    except Exception as error:
+        error.add_note(
+            f"rank {launch.rank} of {launch.world_size} ({launch.source}) could not join the "
+            f"others at {launch.master_addr}:{launch.master_port} within {timeout_s:g} s"
+        )
+        raise
+
+
+def end_process() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_interface(environ: Mapping[str, str] | None = None, host: str | None = None) -> None:
+    """Raise `ConfigError` if gloo would offer other hosts a loopback address.
+
+    gloo advertises the address that this host's own name resolves to; many hosts map their name to
+    127.0.0.1 or 127.0.1.1. GLOO_SOCKET_IFNAME names the interface to use instead.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    host = socket.gethostname() if host is None else host
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = ""
+    if address and not address.startswith("127."):
+        return
+    interfaces = [name for _, name in socket.if_nameindex() if name != "lo"]
+    found = f"resolves to {address}" if address else "does not resolve"
+    raise ConfigError(
+        f"host name {host!r} {found}, which other hosts cannot reach; set GLOO_SOCKET_IFNAME to "
+        f"the interface that reaches them, one of: {', '.join(interfaces) or 'none found'}"
+    )
+
+
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """A listening socket on a free port of this host. Its port is taken as long as it is open."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.bind((host, 0))
+    held.listen(4096)
+    return held
+
+
+def _join_fake(launch: Launch) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size
+    )
+
+
+def _join(
+    launch: Launch,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device | None,
+    listener: socket.socket | None,
+) -> None:
+    if launch.source == "torchrun":
+        # torch itself knows whether the agent serves the store, and which restart this is.
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        return
+    if launch.world_size == 1:
+        store: Store = HashStore()
+    else:
+        store = TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            launch.world_size,
+            is_master=launch.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None or launch.rank else listener.detach(),
+        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device,
+    )

@@ -1,0 +1,97 @@
+"""What a person sees: lines, and on a terminal a progress bar with the time left.
+
+Only rank 0 speaks; every line also goes to the run's log.txt. Metrics are not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from megalite.process.secrets import Redaction
+
+
+class Console:
+    """Lines to standard output and log.txt; `quiet` for every rank but the first."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._rich = RichConsole(highlight=False, soft_wrap=True)
+        self._log: TextIO | None = None
+        self._early: list[str] = []  # lines from before the log was opened
+        self._bar: tuple[Progress, TaskID] | None = None
+        self._hide = Redaction()
+
+    def open_log(self, path: Path) -> None:
+        """Append to `path` from now on, lines already printed included."""
+        if self.quiet:
+            return
+        self._log = path.open("a", encoding="utf-8")
+        for line in self._early:
+            self._log.write(line + "\n")
+        self._early.clear()
+
+    def print(self, line: str) -> None:
+        """One line of plain text, without the keys and tokens of the environment."""
+        if self.quiet:
+            return
+        line = self._hide(line)
+        console = self._bar[0].console if self._bar else self._rich
+        console.print(line, markup=False)
+        self.record(line)
+
+    def record(self, line: str) -> None:
+        """One line for log.txt alone."""
+        if self.quiet:
+            return
+        line = self._hide(line)
+        if self._log is None:
+            self._early.append(line)
+        else:
+            self._log.write(line + "\n")
+            self._log.flush()
+
+    @contextmanager
+    def progress(self, done: int, total: int) -> Iterator[None]:
+        """Show a bar over `total` steps while active, if this is a terminal."""
+        if self.quiet or not self._rich.is_terminal:
+            yield
+            return
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._rich, transient=True) as bar:
+            self._bar = (bar, bar.add_task("training", total=total, completed=done))
+            try:
+                yield
+            finally:
+                self._bar = None
+
+    def advance(self, done: int) -> None:
+        """`done` steps of the total are done."""
+        if self._bar is not None:
+            self._bar[0].update(self._bar[1], completed=done)
+
+    def close(self) -> None:
+        """Close log.txt."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None

@@ -1,0 +1,111 @@
+"""The numbers of a step beside its loss: rates, memory, device.
+
+Writes no files (records.py does) and computes nothing that training depends on.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from megalite.config import RunConfig
+from megalite.run.hardware import number_format, own_device, peak_of, peak_tflops
+from megalite.run.model_math import mfu, training_flops
+
+
+@dataclass(frozen=True)
+class Device:
+    """What this process computes on. `peak_tflops` and `memory_bytes` are None where unknown."""
+
+    name: str
+    is_gpu: bool
+    peak_tflops: float | None
+    memory_bytes: int | None
+
+
+def describe_device(device: torch.device, config: RunConfig) -> Device:
+    """Name and peak of the device; one that no hardware file names has no peak.
+
+    `log.hardware` is a hardware file of the user's own, which must name the device.
+    """
+    train, own = config.train, config.log.hardware
+    products = number_format(train.dtype, train.tf32)
+    memory = None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        name = platform.processor() or platform.machine() or "cpu"
+    peak = peak_tflops(name, products)
+    if own is not None:
+        peak = peak_of(own_device(own, name), products)
+    return Device(name, device.type == "cuda", peak, memory)
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Most memory this process has held: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed of a step over all ranks, under the names of metrics.jsonl."""
+
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    mfu: float | None
+    mfu_causal: float | None
+
+
+def step_rates(
+    global_batch: int, wall_s: float, world_size: int, config: RunConfig, device: Device
+) -> Rates:
+    """Rates of a step of `global_batch` samples; MFU None on a device without a known peak."""
+    model, seq_length = config.model, config.data.seq_length
+    per_s = global_batch * seq_length / wall_s
+    flops = training_flops(model, seq_length)
+    used = mfu(per_s, model, seq_length, device.peak_tflops, world_size)
+    return Rates(
+        tokens_per_s_per_gpu=per_s / world_size,
+        model_tflops_per_gpu=flops.total_full * per_s / world_size / 1e12,
+        mfu=None if used is None else used.full,
+        mfu_causal=None if used is None else used.causal,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what a run computes."""
+    return {
+        "megalite": version("megalite"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree that runs, None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def device_memory_text(used_bytes: int, device: Device) -> str:
+    gib = 2**30
+    total = f"/{device.memory_bytes / gib:.1f}" if device.memory_bytes else ""
+    return f"{used_bytes / gib:.1f}{total} GiB"

@@ -1,0 +1,92 @@
+"""What a run's first line and a step's line say, and the lines on the console when a run starts.
+
+Pure: facts in, values out. records.py documents the names.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megalite.config import RunConfig
+from megalite.optim.state import MemoryReport
+from megalite.optim.zero1 import StepResult
+from megalite.process.determinism import determinism
+from megalite.record import metrics
+from megalite.record.metrics import Device
+from megalite.run.model_math import flops_text, parameter_counts, training_flops
+
+_MIB = 2**20
+
+
+def run_record(
+    config: RunConfig,
+    world_size: int,
+    device: Device,
+    memory: MemoryReport,
+    kernels: dict[str, Any],
+) -> dict[str, Any]:
+    """The values of a `run` or `restart` line: what runs, on what, with which software."""
+    return {
+        "time": time.time(),
+        "config": config.model_dump(mode="json"),
+        "versions": metrics.versions(),
+        "git_commit": metrics.git_commit(),
+        "world_size": world_size,
+        "hardware": asdict(device),
+        "parameters": parameter_counts(config.model).total,
+        "flops_per_token": asdict(training_flops(config.model, config.data.seq_length)),
+        "memory": asdict(memory),
+        "kernels": kernels,
+        "deterministic": determinism(),
+    }
+
+
+def run_lines(
+    folder: Path,
+    config: RunConfig,
+    world_size: int,
+    device: Device,
+    memory: MemoryReport,
+    kernels: str,
+) -> list[str]:
+    """What is about to run, in a few lines."""
+    parallel, parameters = config.parallel, parameter_counts(config.model).total
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return [
+        f"run {folder}: {parameters / 1e6:.2f}M parameters, {ranks} = tp {parallel.tp} x pp "
+        f"{parallel.pp}{f' (x {parallel.vpp} chunks)' if parallel.vpp > 1 else ''} x dp "
+        f"{parallel.dp}, {config.pipeline.schedule}, ZeRO-{config.optimizer.zero}, "
+        f"{config.train.dtype} on {device.name}, {kernels} kernels",
+        f"memory of rank 0: weights {memory.param_bytes / _MIB:.2f} MiB, gradients "
+        f"{memory.grad_bytes / _MIB:.2f} MiB, optimizer {memory.state_bytes / _MIB:.2f} MiB "
+        f"(of all {memory.padding_bytes / _MIB:.3f} MiB padding), "
+        f"{memory.bytes_per_parameter:.2f} bytes a parameter",
+        flops_text(config.model, config.data.seq_length),
+    ]
+
+
+def step_record(
+    config: RunConfig,
+    result: StepResult,
+    rates: metrics.Rates,
+    wall_s: float,
+    parts_s: dict[str, float],
+    global_batch: int,
+    consumed_samples: int,
+) -> dict[str, Any]:
+    """What a `step` line says beside step, loss and learning rate."""
+    seq_length = config.data.seq_length
+    return {
+        "grad_norm": result.grad_norm,
+        "loss_scale": result.loss_scale,
+        "step_time_s": wall_s,
+        "tokens": global_batch * seq_length,
+        **asdict(rates),
+        "global_batch": global_batch,
+        "consumed_samples": consumed_samples,
+        "consumed_tokens": consumed_samples * seq_length,
+        **{f"time_{part}_s": seconds for part, seconds in parts_s.items()},
+    }

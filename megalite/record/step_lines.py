@@ -1,0 +1,93 @@
+"""The console's line of a step: megalite's own, or one shaped as Megatron-LM's.
+
+Scripts that read Megatron's logs find `log.format = "megatron"` under the names and number formats
+they look for; there, as in Megatron, loss and time are means over the steps since the last line.
+Counts and prints nothing else; metrics.jsonl has every step.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from statistics import fmean
+from typing import Any
+
+from megalite.config import RunConfig
+from megalite.record.metrics import Device, device_memory_text
+
+
+class StepLines:
+    """Lines for the steps of a run. Give it every step; it says something at `log.interval`."""
+
+    def __init__(self, config: RunConfig, device: Device, total_steps: int) -> None:
+        self._config, self._device, self._total = config, device, total_steps
+        self._since: list[tuple[dict[str, Any], bool]] = []  # steps since the last line
+
+    def step(self, record: dict[str, Any], skipped: bool) -> str | None:
+        """The line to print after a step, or None; `skipped`: its update was not applied."""
+        self._since.append((record, skipped))
+        config, step = self._config, record["step"]
+        if step % config.log.interval and step != self._total:
+            return None
+        since, self._since = self._since, []
+        if config.log.format == "megatron":
+            return megatron_line(since, self._total)
+        return step_line(record, self._total, self._device)
+
+    def evaluation(self, step: int, name: str, loss: float, tokens: int) -> str:
+        """The line of a validation set's loss after a step."""
+        if self._config.log.format == "megatron":
+            return (
+                f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | "
+                f"lm loss PPL: {math.exp(min(20, loss)):.6E} | "
+            )
+        return f"step {step:5d}/{self._total}  {name} loss {loss:.4f} over {tokens} tokens"
+
+
+def step_line(line: dict[str, Any], total_steps: int, device: Device) -> str:
+    """megalite's line of a step record."""
+    used = line["mfu_causal"]
+    unit = "gpu" if device.is_gpu else "rank"
+    parts = [
+        f"step {line['step']:5d}/{total_steps}",
+        f"loss {line['loss']:.4f}",
+        f"gnorm {line['grad_norm']:.2f}",
+        f"lr {line['lr']:.2e}",
+        f"{line['step_time_s'] * 1e3:.1f} ms",
+        f"{_short(line['tokens_per_s_per_gpu'])} tok/s/{unit}",
+        "mfu n/a" if used is None else f"mfu {used:.1%}",
+        f"mem {device_memory_text(line['memory_peak_bytes'], device)}",
+        f"data {line['time_data_s'] / line['step_time_s']:.1%}",
+    ]
+    return "  ".join(parts)
+
+
+def megatron_line(since: list[tuple[dict[str, Any], bool]], total_steps: int) -> str:
+    """The last of some steps as Megatron-LM prints it (`training_log` of its training loop).
+
+    `since`: (step record, whether its update was skipped) of the steps since the last line.
+    """
+    last, _ = since[-1]
+    losses = [record["loss"] for record, skipped in since if not skipped]
+    seconds = fmean(record["step_time_s"] for record, _ in since)
+    tflops = fmean(record["model_tflops_per_gpu"] for record, _ in since)
+    num_nan = sum(not math.isfinite(record["loss"]) for record, _ in since)
+    parts = [
+        f"iteration {last['step']:8d}/{total_steps:8d}",
+        f"consumed samples: {last['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1e3:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}",
+        f"learning rate: {last['lr']:.6E}",
+        f"global batch size: {last['global_batch']:5d}",
+        *([f"lm loss: {fmean(losses):.6E}"] if losses else []),
+        f"loss scale: {last['loss_scale']:.1f}",
+        f"grad norm: {last['grad_norm']:.3f}",
+        f"number of skipped iterations: {sum(skipped for _, skipped in since):3d}",
+        f"number of nan iterations: {num_nan:3d}",
+    ]
+    now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    return f" [{now}] {' | '.join(parts)} |"
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e3:.1f}k" if value >= 1000 else f"{value:.0f}"

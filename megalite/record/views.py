@@ -1,0 +1,40 @@
+"""The names under which views of a run (TensorBoard, wandb) show its numbers. Knows no view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Warn = Callable[[str], None]
+
+_PERF = ("step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "mfu_causal")
+_NOT_SCALARS = ("kind", "attempt", "step")
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line under the names that views show: `train/loss`, `perf/mfu`,
+    `memory/memory_peak_bytes`, `eval/NAME/loss`, `train/grad_norms/GROUP`,
+    `train/param_stats/PARAMETER/rms`. Lines without numbers to plot give none.
+    """
+    if record["kind"] == "step":
+        numbers = {k: v for k, v in record.items() if k not in _NOT_SCALARS}
+        return {f"{_folder(name)}/{name}": value for name, value in _flat(numbers)}
+    if record["kind"] == "eval":
+        place = f"eval/{record.get('name', 'validation')}"
+        numbers = {k: v for k, v in record.items() if k not in (*_NOT_SCALARS, "name")}
+        return {f"{place}/{name}": value for name, value in _flat(numbers)}
+    return {}
+
+
+def _folder(name: str) -> str:
+    if name in _PERF or name.startswith("time_"):
+        return "perf"
+    return "memory" if name.startswith("memory_") else "train"
+
+
+def _flat(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in numbers.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield prefix + name, value

@@ -1,0 +1,39 @@
+"""Which algorithm, rate and decay each parameter has: one rule a parameter, from its name.
+
+Without groups every parameter has the schedule's rate, 1-D parameters no decay, and under Muon the
+hidden matrices (`spec.matrices`) go to Muon. `optimizer.groups` are the exceptions. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from megalite.config import OptimizerConfig
+from megalite.layout.sharding import ShardSpec
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated; `lr_scale` multiplies the schedule's rate."""
+
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    lr_scale: float = 1.0
+    weight_decay: float = 0.0
+
+
+def rule_of(spec: ShardSpec, config: OptimizerConfig) -> Rule:
+    """The rule of one parameter: defaults, then every group that matches its name, in order.
+
+    A tied weight has one name, so its copies have one rule.
+    """
+    muon = config.name == "muon" and spec.matrices is not None
+    algorithm: Literal["adamw", "muon"] = "muon" if muon else "adamw"
+    lr_scale, weight_decay = 1.0, config.weight_decay if spec.decay else 0.0
+    for group in config.groups:
+        if fnmatchcase(spec.name, group.match):
+            algorithm = group.algorithm or algorithm
+            lr_scale = lr_scale if group.lr_scale is None else group.lr_scale
+            weight_decay = weight_decay if group.weight_decay is None else group.weight_decay
+    return Rule(algorithm, lr_scale, weight_decay)

@@ -1,0 +1,1 @@
+"""A schedule's time line for people: text, SVG, and traces of measured runs."""

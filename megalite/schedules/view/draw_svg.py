@@ -1,0 +1,191 @@
+"""A schedule's time line as a picture: SVG, and HTML around it that zooms.
+
+One lane per rank with a box per action, and under it what the rank holds. A box says under the
+pointer what it is, when it runs and what its rank holds then. Plain text out, no library.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from html import escape
+
+from megalite.schedules.action import BACKWARD, Action, Schedule
+from megalite.schedules.memory import memory_over_time
+from megalite.schedules.simulate import Timeline
+from megalite.schedules.view.draw_text import label
+
+# Fill by kind: lighter for chunk 0, darker for later chunks.
+_COLOURS = {
+    "F": ("#9ecbff", "#4a90d9", "#2b6cb0", "#1a4a80"),
+    "B": ("#a8e0b0", "#4cb266", "#2f8548", "#1d5a30"),
+    "W": ("#ffd08a", "#f2a03d", "#c97a1a", "#8f5510"),
+    "BW": ("#9be3d8", "#3fb5a3", "#2a8477", "#195a51"),
+    "R": ("#d9d9d9", "#b0b0b0", "#8a8a8a", "#666666"),
+}
+_NAMES = {
+    "F": "forward",
+    "B": "input gradient",
+    "W": "weight gradient",
+    "BW": "backward",
+    "R": "recomputation",
+}
+_LEFT, _TOP, _LANE, _MEMORY, _GAP = 70, 58, 24, 14, 8
+_LABEL_WIDTH = 7.0  # of a character at the font size used
+
+
+def draw_svg(
+    schedule: Schedule,
+    timeline: Timeline,
+    title: str,
+    *,
+    width: int = 1200,
+    measured: Timeline | None = None,
+) -> str:
+    """The picture, `width` pixels wide. measured: drawn under each simulated lane, same scale."""
+    longest = max(timeline.makespan, measured.makespan if measured else 0.0) or 1.0
+    scale = (width - _LEFT - 20) / longest
+    lane = _LANE + (_LANE if measured else 0) + _MEMORY + _GAP
+    height = _TOP + lane * schedule.p + 34
+    held = memory_over_time(schedule, timeline)
+    most = max((value for line in held for _, value in line), default=1.0) or 1.0
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="monospace" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
+        *_legend(schedule),
+    ]
+    for rank in range(schedule.p):
+        top = _TOP + lane * rank
+        parts.append(f'<text x="10" y="{top + 16}">rank {rank}</text>')
+        parts += _lane(schedule, timeline, rank, top, scale, held[rank])
+        below = top + _LANE
+        if measured is not None:
+            parts.append(f'<text x="10" y="{below + 16}" fill="#777">measured</text>')
+            parts += _lane(schedule, measured, rank, below, scale, held[rank])
+            below += _LANE
+        parts.append(_memory_line(held[rank], below + 2, scale, most, timeline.makespan))
+    parts += _axis(longest, scale, height - 26)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _lane(
+    schedule: Schedule,
+    timeline: Timeline,
+    rank: int,
+    top: int,
+    scale: float,
+    held: list[tuple[float, float]],
+) -> list[str]:
+    times = [time for time, _ in held]
+    boxes = []
+    for action, start, end in timeline.spans[rank]:
+        x, wide = _LEFT + start * scale, max((end - start) * scale, 0.5)
+        at = bisect_right(times, start) - 1
+        note = (
+            f"{_NAMES[action.kind]} of stage {action.stage}, microbatch {action.mb}: "
+            f"{start:.4g} to {end:.4g}; the rank holds {held[at][1] if at >= 0 else 0:.4g}"
+        )
+        boxes.append(
+            f'<g><title>{escape(note)}</title><rect x="{x:.2f}" y="{top}" width="{wide:.2f}" '
+            f'height="{_LANE - 4}" fill="{colour(action, schedule)}" stroke="white" '
+            'stroke-width="0.5"/>'
+        )
+        text = label(action, schedule)
+        if wide >= _LABEL_WIDTH * len(text) + 2:
+            middle = x + wide / 2
+            boxes.append(
+                f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle">{text}</text>'
+            )
+        boxes.append("</g>")
+    return boxes
+
+
+def _memory_line(
+    held: list[tuple[float, float]], top: int, scale: float, most: float, end: float
+) -> str:
+    """What the rank holds as steps, filled down to nothing."""
+    base = top + _MEMORY
+    points, level = [f"{_LEFT},{base}"], 0.0
+    for time, value in [*held, (end, 0.0)]:
+        x = _LEFT + time * scale
+        points += [f"{x:.2f},{base - level / most * _MEMORY:.2f}"]
+        level = value
+        points += [f"{x:.2f},{base - level / most * _MEMORY:.2f}"]
+    peak = max((value for _, value in held), default=0.0)
+    return (
+        f"<g><title>held by this rank; at most {peak:.4g}</title>"
+        f'<polygon points="{" ".join(points)}" fill="#e6dcf5" stroke="#8a63c9" '
+        'stroke-width="0.6"/></g>'
+    )
+
+
+def _axis(longest: float, scale: float, y: int) -> list[str]:
+    step = _round_step(longest / 10)
+    parts = []
+    for index in range(int(longest / step) + 1):
+        x = _LEFT + index * step * scale
+        parts.append(f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}" stroke="black"/>')
+        text = f"{index * step:.6g}"
+        parts.append(f'<text x="{x:.2f}" y="{y + 18}" text-anchor="middle">{text}</text>')
+    return parts
+
+
+def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, at least `rough`."""
+    power = 1.0
+    while power > rough:
+        power /= 10
+    while power * 10 <= rough:
+        power *= 10
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+
+
+def _legend(schedule: Schedule) -> list[str]:
+    kinds = sorted(
+        {action.kind for actions in schedule.ranks for action in actions} & _NAMES.keys()
+    )
+    parts, x = [], _LEFT
+    for kind in kinds:
+        name = _NAMES[kind] + (" (D)" if kind == BACKWARD else f" ({kind})")
+        parts.append(f'<rect x="{x}" y="28" width="12" height="12" fill="{_COLOURS[kind][1]}"/>')
+        parts.append(f'<text x="{x + 17}" y="38">{name}</text>')
+        x += 40 + round(_LABEL_WIDTH * len(name))
+    return parts
+
+
+def colour(action: Action, schedule: Schedule) -> str:
+    """Fill of an action: its kind, lighter for chunk 0."""
+    chunk = schedule.stages_of(schedule.place[action.stage]).index(action.stage)
+    shades = _COLOURS[action.kind]
+    return shades[min(chunk, len(shades) - 1)]
+
+
+def draw_html(svg: str, title: str) -> str:
+    """A page with the picture: the wheel zooms along time, dragging moves, double click resets."""
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+<style>body{{margin:0;background:#fff}} #view{{overflow-x:auto;cursor:grab}}</style></head>
+<body><div id="view">
+{svg}</div>
+<script>
+const view = document.getElementById("view"), svg = view.querySelector("svg");
+const width = svg.viewBox.baseVal.width, height = svg.viewBox.baseVal.height;
+let zoom = 1, drag = null;
+svg.setAttribute("preserveAspectRatio", "none");
+function apply() {{ svg.setAttribute("width", width * zoom); svg.setAttribute("height", height); }}
+view.addEventListener("wheel", (event) => {{
+  event.preventDefault();
+  const x = event.clientX + view.scrollLeft, before = zoom;
+  zoom = Math.min(60, Math.max(1, zoom * (event.deltaY < 0 ? 1.2 : 1 / 1.2)));
+  apply();
+  view.scrollLeft = x * zoom / before - event.clientX;
+}}, {{passive: false}});
+view.addEventListener("mousedown", (event) => {{ drag = event.clientX + view.scrollLeft; }});
+addEventListener("mousemove", (event) => {{
+  if (drag !== null) view.scrollLeft = drag - event.clientX;
+}});
+addEventListener("mouseup", () => {{ drag = null; }});
+view.addEventListener("dblclick", () => {{ zoom = 1; apply(); }});
+</script></body></html>
+"""

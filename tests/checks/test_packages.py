@@ -1,0 +1,56 @@
+"""A package that a setting needs and that is not installed is told before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megalite.checks import packages as config_extras
+from megalite.cli.main import app
+from megalite.distributed.mesh import Mesh
+from megalite.errors import ConfigError
+from megalite.layout.topology import Topology
+from megalite.train.trainer import Trainer
+from tests.train.kit.runs import make_config
+
+RUN = """
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 4
+ffn_hidden_size = 64
+vocab_size = 97
+[data]
+seq_length = 16
+[train]
+steps = 3
+global_batch = 4
+[log]
+tensorboard = true
+[log.wandb]
+project = "p"
+"""
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_extras, "is_installed", lambda package: False)
+
+
+def test_the_command_line_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml")])
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    for line, package in zip(lines, ("tensorboard", "wandb"), strict=False):
+        assert line.startswith("error: log.")
+        assert f"install it with `pip install 'megalite[{package}]'`" in line
+
+
+def test_a_trainer_refuses_before_it_opens_any_data(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "run", log__tensorboard=True)
+    with pytest.raises(ConfigError, match="needs the package tensorboard"):
+        Trainer(config, Mesh(Topology()))
+    assert list(tmp_path.iterdir()) == []

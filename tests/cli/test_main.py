@@ -1,0 +1,209 @@
+"""The command line: quick, no traceback, exit code 2 with one line for each mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megalite.cli.main import app
+from megalite.errors import ConfigError, DataError
+from tests import ROOT
+
+RUN = """
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 4
+ffn_hidden_size = 64
+vocab_size = 97
+[data]
+seq_length = 16
+[train]
+steps = 3
+global_batch = 4
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for the trainer and records what it is called with."""
+    calls: list[dict[str, Any]] = []
+    launch = types.ModuleType("megalite.train.launch")
+    launch.train_command = lambda loaded, **rest: calls.append(  # type: ignore[attr-defined]
+        {"loaded": loaded, **rest}
+    )
+    monkeypatch.setitem(sys.modules, "megalite.train.launch", launch)
+    return calls
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def megalite_in_python(*arguments: object) -> str:
+    """Code that runs the command line and then prints which heavy modules it loaded."""
+    return f"""
+import sys
+sys.argv = ["megalite", *{[str(a) for a in arguments]!r}]
+from megalite.cli.main import main
+try:
+    main()
+except SystemExit as stop:
+    heavy = [name for name in {["torch", "numpy", "pydantic", "pyarrow"]!r} if name in sys.modules]
+    print("EXIT", stop.code, heavy)
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    done = python(megalite_in_python("--help"))
+    assert done.stdout.splitlines()[-1] == "EXIT 0 []", done.stderr
+    for verb in ("train", "data", "version"):
+        assert f"\n  {verb} " in done.stdout
+
+
+def test_config_mistakes_are_answered_without_torch(run_file: Path) -> None:
+    done = python(megalite_in_python("train", run_file, "train.lr=1", "parallel.tp=1"))
+    assert done.stdout.splitlines()[-1] == "EXIT 2 ['pydantic']", done.stderr
+    assert done.stderr == ("error: unknown key train.lr (override); did you mean optimizer.lr?\n")
+
+
+def test_printing_a_config_imports_no_torch(run_file: Path) -> None:
+    done = python(megalite_in_python("train", run_file, "--print-config"))
+    assert done.stdout.splitlines()[-1] == "EXIT 0 ['pydantic']", done.stderr
+
+
+def test_planning_imports_no_torch(run_file: Path) -> None:
+    done = python(megalite_in_python("plan", run_file, "--hardware", "h100"))
+    assert done.stdout.splitlines()[-1] == "EXIT 0 ['pydantic']", done.stderr
+
+
+def test_the_installed_command_starts() -> None:
+    command = Path(sys.executable).parent / "megalite"
+    done = subprocess.run([command, "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("megalite 0.")
+
+
+@pytest.mark.parametrize("way", ["version", "--version"])
+def test_version(way: str) -> None:
+    result = invoke(way)
+    assert result.exit_code == 0
+    assert result.output.startswith("megalite ")
+
+
+def test_train_hands_over_a_checked_config(run_file: Path, started: list[dict[str, Any]]) -> None:
+    result = invoke("train", run_file, "train.steps=7", "--local", "--name", "x1")
+    assert result.exit_code == 0, result.output
+    (call,) = started
+    assert call["local"] is True
+    assert call["loaded"].config.train.steps == 7
+    assert call["loaded"].config.name == "x1"
+    assert call["loaded"].origins["name"] == "override"
+
+
+def test_options_may_stand_between_overrides(run_file: Path, started: list[dict[str, Any]]) -> None:
+    result = invoke("train", "--local", run_file, "train.steps=7", "--name", "x", "train.seed=5")
+    assert result.exit_code == 0, result.output
+    assert started[0]["loaded"].config.train.seed == 5
+
+
+def test_print_config_shows_origins_and_does_not_train(
+    run_file: Path, started: list[dict[str, Any]]
+) -> None:
+    result = invoke("train", run_file, "train.steps=7", "--print-config")
+    assert result.exit_code == 0
+    assert started == []
+    rows = {line.split()[0]: line.split()[1:] for line in result.output.splitlines()}
+    assert rows["train.steps"] == ["7", "override"]
+    assert rows["model.num_layers"] == ["2", str(run_file)]
+    assert rows["pipeline.schedule"] == ['"1f1b"', "derived"]
+    assert rows["parallel.dp"] == ['"none"', "default"]
+
+
+def test_print_config_of_a_local_run_knows_dp(run_file: Path) -> None:
+    result = invoke("train", run_file, "--local", "--print-config")
+    rows = {line.split()[0]: line.split()[1:] for line in result.output.splitlines()}
+    assert rows["parallel.dp"] == ["1", "derived"]
+
+
+def test_every_problem_gets_a_line_and_nothing_starts(
+    run_file: Path, started: list[dict[str, Any]]
+) -> None:
+    result = invoke("train", run_file, "parallel.vpp=2", "train.micro_batch=3", "data.path=gone")
+    assert result.exit_code == 2
+    assert started == []
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("error: parallel.vpp=2 has no effect with parallel.pp=1")
+    assert lines[1].startswith(
+        "error: train.global_batch=4 is not divisible by train.micro_batch=3"
+    )
+    assert lines[2].startswith("error: data.path=gone: no file gone.bin nor gone.idx")
+
+
+def test_print_config_of_an_invalid_config_fails(run_file: Path) -> None:
+    result = invoke("train", run_file, "parallel.vpp=2", "--print-config")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: parallel.vpp=2 has no effect")
+
+
+def test_print_config_does_not_ask_for_the_data(run_file: Path) -> None:
+    assert invoke("train", run_file, "data.path=gone", "--print-config").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["train", "gone.toml"], ["trian"], ["train", "x.toml", "--locl"], []]
+)
+def test_usage_mistakes_exit_2_without_traceback(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_errors_of_other_parts_are_lines_too(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(loaded: object, **_: object) -> None:
+        raise DataError("the corpus is empty")
+
+    launch = types.ModuleType("megalite.train.launch")
+    launch.train_command = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megalite.train.launch", launch)
+    result = invoke("train", run_file)
+    assert (result.exit_code, result.stderr) == (2, "error: the corpus is empty\n")
+
+
+def test_our_own_faults_keep_their_traceback(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = types.ModuleType("megalite.train.launch")
+    monkeypatch.setitem(sys.modules, "megalite.train.launch", launch)
+    result = invoke("train", run_file)
+    assert isinstance(result.exception, ImportError)
+
+
+def test_the_traceback_option_shows_where_an_error_was_raised(run_file: Path) -> None:
+    result = invoke("--traceback", "train", run_file, "train.lr=1")
+    assert isinstance(result.exception, ConfigError)
+    assert "--traceback" not in invoke("--help").output
+
+
+def test_the_quickstart_config_is_accepted() -> None:
+    result = invoke("train", ROOT / "configs" / "quickstart.toml", "--print-config")
+    assert result.exit_code == 0, result.output

@@ -1,0 +1,156 @@
+"""Model families in configs: their defaults, switches, settings without effect, checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checks.settings import check_config
+from megalite.config import RunConfig
+from megalite.config.families import FAMILIES, family_defaults
+from megalite.config.load import load_config
+from megalite.config.text import to_toml
+from megalite.errors import ConfigError
+from tests.checks.test_settings import config
+
+FAMILY_NAMES = list(FAMILIES)
+
+
+def of(family: str, **settings: Any) -> RunConfig:
+    return config(model__family=family, **settings)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_family_gives_the_defaults_and_every_one_can_be_set(family: str) -> None:
+    model = of(family).model
+    defaults = family_defaults(family)
+    assert {key: getattr(model, key) for key in defaults} == defaults
+    assert of(family, model__norm_eps=0.5, model__qk_norm=True).model.norm_eps == 0.5
+    other = {"layernorm": "rmsnorm", "rmsnorm": "layernorm"}[model.norm]
+    assert of(family, model__norm=other).model.norm == other
+    assert check_config(of(family)) == []
+
+
+def test_families_are_what_they_were_published_as() -> None:
+    gpt2, qwen2, qwen3, mistral = (of(f).model for f in ("gpt2", "qwen2", "qwen3", "mistral"))
+    assert (gpt2.norm, gpt2.positions, gpt2.activation) == ("layernorm", "learned", "gelu_tanh")
+    assert (gpt2.qkv_bias, gpt2.linear_bias, gpt2.tie_embeddings) == (True, True, True)
+    assert gpt2.has_dropout
+    assert (qwen2.qkv_bias, qwen2.linear_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_size) == (False, True, 128)
+    assert mistral.sliding_window == 4096
+    assert not of("llama").model.has_dropout
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("changes", [{}, {"positions": "learned"}, {"sliding_window": None}])
+def test_a_written_config_loads_back_equal(family: str, changes: dict, tmp_path: Path) -> None:
+    before = of(family, **{f"model__{key}": value for key, value in changes.items()})
+    (tmp_path / "run.toml").write_text(to_toml(before))
+    loaded = load_config(tmp_path / "run.toml")
+    assert loaded.config == before
+    assert check_config(loaded.config, origins=loaded.origins) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "reason"),
+    [
+        ("gpt2", "rope_theta", 500.0, "model.positions=learned turns nothing"),
+        ("gpt2", "rope_fraction", 0.5, "model.positions=learned turns nothing"),
+        ("gpt2", "rope_scaling", "llama3", "model.positions=learned turns nothing"),
+        ("gpt2", "rope_factor", 4.0, "nothing scales the rotation"),
+        ("llama", "rope_factor", 4.0, "nothing scales the rotation"),
+        ("qwen2", "rope_low_freq_factor", 2.0, "nothing scales the rotation"),
+        ("qwen3", "rope_high_freq_factor", 5.0, "nothing scales the rotation"),
+        ("llama", "rope_original_max_position", 10, "nothing scales the rotation"),
+        ("mistral", "max_positions", 64, "model.positions=rope keeps no table"),
+        ("llama", "sliding_window", 32, "longer than the window"),
+    ],
+)
+def test_settings_without_effect_are_refused(
+    family: str, key: str, value: Any, reason: str
+) -> None:
+    (line,) = check_config(of(family, **{f"model__{key}": value}))
+    assert line.startswith(f"model.{key}=")
+    assert "has no effect" in line
+    assert reason in line
+
+
+def test_a_family_default_is_nobodys_setting() -> None:
+    """qwen2's rope_theta differs from llama's, mistral's window is longer than the sequences."""
+    for family in ("qwen2", "mistral"):
+        assert check_config(of(family)) == []
+    assert check_config(of("qwen2", model__positions="learned", model__max_positions=32)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"model__family": "gpt2", "model__max_positions": 31},
+            "data.seq_length=32 is more than model.max_positions=31; use at most 31 tokens, or "
+            "model.max_positions=32",
+        ),
+        (
+            {
+                "model__rope_scaling": "llama3",
+                "model__rope_low_freq_factor": 4.0,
+                "model__rope_high_freq_factor": 4.0,
+            },
+            "model.rope_low_freq_factor=4 is not below model.rope_high_freq_factor=4; "
+            "use for example 1 and 4",
+        ),
+        (
+            {"model__rope_fraction": 0.4},
+            "model.rope_fraction=0.4 of 8 elements a head is 3.2, but rotary embedding turns "
+            "pairs; use 0.25 or 0.5",
+        ),
+        (
+            {"model__head_dim": 7},
+            "model.head_dim=7 is odd, but rotary embedding turns pairs; use 6 or 8",
+        ),
+    ],
+)
+def test_traits_that_do_not_fit(settings: dict[str, Any], line: str) -> None:
+    assert check_config(config(**settings)) == [line]
+
+
+def test_a_share_that_binary_fractions_miss_by_a_hair_is_fine() -> None:
+    settings = config(model__rope_fraction=0.14, model__head_dim=100)
+    assert check_config(settings) == []
+    assert settings.model.rotary_size == 14
+
+
+def test_an_odd_head_is_fine_where_nothing_turns() -> None:
+    assert check_config(of("gpt2", model__head_dim=7)) == []
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_key_heads_fewer_than_tp_are_refused_with_both_numbers(family: str) -> None:
+    (line,) = check_config(of(family, parallel__tp=8, model__num_kv_heads=4))
+    assert line.startswith(
+        "parallel.tp=8 is more than model.num_kv_heads=4; use parallel.tp=1, 2 or 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("norm", "batchnorm"),
+        ("positions", "alibi"),
+        ("activation", "relu"),
+        ("attention_dropout", 1.0),
+        ("residual_dropout", -0.1),
+        ("rope_fraction", 0.0),
+        ("rope_factor", 0.5),
+        ("sliding_window", 0),
+        ("max_positions", 0),
+        ("family", "gpt3"),
+    ],
+)
+def test_values_out_of_range_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(of("llama")))
+    with pytest.raises(ConfigError, match=f"model.{key}"):
+        load_config(tmp_path / "run.toml", [f"model.{key}={value}"])

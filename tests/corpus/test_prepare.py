@@ -1,0 +1,166 @@
+"""`prepare` and its command: text in, dataset out, one end id per document, no half result."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megalite.cli.data.prepare import app
+from megalite.corpus import publish, sources
+from megalite.corpus.prepare import prepare
+from megalite.data.dataset import TokenDataset
+from megalite.data.tokenizer import Tokenizer
+from megalite.errors import DataError
+
+TEXTS = ["def f(x):\n\treturn x\n" * 30, "a </s> b <s>\n" * 30, "é\r\n  indented\n" * 30]
+VOCAB_SIZE = 290
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return str(path)
+
+
+def names(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir() if path.name != "corpus.jsonl")
+
+
+def test_documents_come_back_each_with_one_end_id(tmp_path: Path, source: str) -> None:
+    report = prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE)
+    assert names(tmp_path) == ["out.bin", "out.idx", "out.json", "out.model"]
+    data = TokenDataset(tmp_path / "out")
+    tokenizer = Tokenizer(tmp_path / "out.model")
+    for number, text in enumerate(TEXTS):
+        ids = data.indexed.sequence(number).tolist()
+        assert ids == [*tokenizer.encode(text), tokenizer.eos_id]
+        assert ids.count(tokenizer.eos_id) == 1
+        assert tokenizer.decode(ids) == text
+    assert (report.num_documents, report.num_tokens) == (3, data.num_tokens)
+    assert (report.num_round_trips, report.num_round_trips_exact) == (3, 3)
+
+
+def test_sidecar_describes_the_dataset(tmp_path: Path, source: str) -> None:
+    prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE)
+    data = TokenDataset(tmp_path / "out")
+    sidecar = data.sidecar
+    assert sidecar is not None
+    assert sidecar.vocab_size == VOCAB_SIZE
+    assert sidecar.max_id == data.indexed.tokens.max()
+    assert sidecar.fingerprint == data.fingerprint()
+    assert sidecar.tokenizer.file == "out.model"
+    assert sidecar.tokenizer.sha256 == Tokenizer(tmp_path / "out.model").sha256
+    assert sidecar.source.text_bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+def test_given_tokenizer_gives_the_same_tokens(tmp_path: Path, source: str) -> None:
+    prepare(source, str(tmp_path / "one"), vocab_size=VOCAB_SIZE)
+    prepare(source, str(tmp_path / "two"), tokenizer=str(tmp_path / "one.model"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
+    assert not (tmp_path / "two.model").exists()
+
+
+def test_workers_and_chunks_do_not_change_the_result(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(source, str(tmp_path / "one"), vocab_size=VOCAB_SIZE, num_workers=1)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 512)
+    prepare(source, str(tmp_path / "two"), vocab_size=VOCAB_SIZE, num_workers=3)
+    for suffix in (".bin", ".idx", ".model"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give one of them"),
+        ({"vocab_size": 300, "tokenizer": "x.model"}, "give one of them"),
+        ({"tokenizer": "x.model", "model_type": "bpe"}, "model_type=bpe has no effect"),
+        ({"tokenizer": "x.model"}, "x.model: cannot be read"),
+        ({"vocab_size": 100_000}, "largest feasible"),
+        ({"vocab_size": 2**40}, "vocab_size=1099511627776"),
+        ({"vocab_size": 300, "key": "body"}, "missing key"),
+    ],
+)
+def test_what_cannot_run_leaves_nothing(
+    tmp_path: Path, source: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(source, str(tmp_path / "out"), **options)  # type: ignore[arg-type]
+    assert names(tmp_path) == []
+
+
+def test_bad_document_while_encoding_leaves_nothing(tmp_path: Path, source: str) -> None:
+    prepare(source, str(tmp_path / "one"), vocab_size=VOCAB_SIZE)
+    with Path(source).open("a") as stream:
+        stream.write("{\n")
+    with pytest.raises(DataError, match=r"corpus\.jsonl:4: broken JSON"):
+        prepare(source, str(tmp_path / "two"), tokenizer=str(tmp_path / "one.model"))
+    assert not [name for name in names(tmp_path) if name.startswith("two")]
+
+
+def test_full_disk_is_a_clear_error_and_leaves_nothing(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(publish.os, "fsync", full)
+    with pytest.raises(DataError, match="cannot be written: No space left"):
+        prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE)
+    assert names(tmp_path) == []
+
+
+def test_command_prints_what_it_made_and_left_out(tmp_path: Path, source: str) -> None:
+    with Path(source).open("a") as stream:
+        stream.write('{"text": null}\n{"text": " "}\n')
+    options = ["--vocab-size", "280", "--on-bad", "skip", "--model-type", "unigram"]
+    result = CliRunner().invoke(app, ["prepare", source, "--out", str(tmp_path / "out"), *options])
+    assert result.exit_code == 0, result.output
+    for part in (
+        "documents  3",
+        "skipped    2 documents (empty: 1, null: 1)",
+        f"{source}:4: null",
+        f"{source}:5: empty",
+        "unigram, trained on",
+        "0.0000% of bytes skipped",
+        "3 of the first 3 documents",
+        "out.bin .idx .json .model",
+    ):
+        assert part in result.output
+    assert TokenDataset(tmp_path / "out").num_documents == 3
+
+
+def test_command_lets_errors_pass_to_the_caller(tmp_path: Path, source: str) -> None:
+    result = CliRunner().invoke(app, ["prepare", source, "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, DataError)
+    result = CliRunner().invoke(app, ["prepare", source, "--out", "x", "--on-bad", "ignore"])
+    assert result.exit_code == 2
+
+
+@pytest.mark.long
+def test_builtin_needs_no_files_of_ones_own(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    options = ["--vocab-size", "512", "--max-bytes", "200000"]
+    result = CliRunner().invoke(app, ["prepare", "builtin", "--out", out, *options])
+    assert result.exit_code == 0, result.output
+    assert "stopped at --max-bytes" in result.output
+    data = TokenDataset(out)
+    assert data.check_vocab(512).how == "scan"
+    assert list(data.split((0.98, 0.02), 64)) == ["train", "validation"]
+
+
+def test_text_side_loads_no_torch() -> None:
+    code = (
+        "import sys, megalite.cli.data.prepare, megalite.corpus.prepare, megalite.data.sampler\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

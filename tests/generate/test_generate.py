@@ -1,0 +1,188 @@
+"""Text from checkpoints: the rules of sampling, and the verb with its options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from megalite.cli.main import app
+from megalite.corpus.prepare import prepare
+from megalite.errors import ConfigError, DataError
+from megalite.generate.generate import generate, load_model, open_run
+from megalite.generate.sampling import Sampling
+from tests.pool import RankPool
+from tests.train.kit.runs import make_config, train, world_size
+
+VOCAB = 290
+LAYOUTS = ("tp2", "3d")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
+    """The same short run at two layouts, with checkpoints after each step."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "text").mkdir()
+    for number in range(4):
+        (folder / "text" / f"{number}.txt").write_text("def f(x):\n\treturn x + 1\n" * 60)
+    prepare(str(folder / "text"), str(folder / "data"), vocab_size=VOCAB)
+    for layout in LAYOUTS:
+        config = make_config(
+            folder,
+            layout,
+            layout,
+            model__vocab_size=400,  # a model may have ids that its tokenizer lacks
+            data__tokenizer=str(folder / "data.model"),
+            train__dtype="float64",
+            optimizer__ema_decay=0.5 if layout == "3d" else None,
+            train__steps=2,
+            checkpoint__interval=1,
+        )
+        pool.run(train, world_size(config), [(config, None)])
+    return folder
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["generate", *(str(argument) for argument in arguments)])
+
+
+@pytest.mark.long
+def test_the_same_seed_gives_the_same_text_from_any_layout(runs: Path) -> None:
+    options = ("--prompt", "def f", "--tokens", 12, "--seed", 3)
+    one, again, other_layout = (invoke(runs / name, *options) for name in ("tp2", "tp2", "3d"))
+    assert one.exit_code == 0, one.output
+    assert one.output == again.output == other_layout.output
+    assert one.output.startswith("def f")
+    assert invoke(runs / "tp2", *options[:-1], 4).output != one.output
+
+
+def test_greedy_is_temperature_0_and_top_k_1(runs: Path) -> None:
+    greedy = invoke(runs / "tp2", "--greedy", "--tokens", 8)
+    assert greedy.exit_code == 0, greedy.output
+    for options in (("--temperature", 0), ("--top-k", 1), ("--top-p", 1e-9)):
+        assert invoke(runs / "tp2", "--tokens", 8, *options).output == greedy.output
+
+
+def test_a_checkpoint_or_a_step_may_be_named(runs: Path) -> None:
+    options = ("--greedy", "--tokens", 8)
+    first = invoke(runs / "tp2", "--step", 1, *options)
+    assert first.exit_code == 0, first.output
+    named = invoke(runs / "tp2" / "checkpoints" / "step-00000001", *options)
+    assert named.output == first.output
+
+
+def test_the_average_of_the_weights_gives_a_text_of_its_own(runs: Path) -> None:
+    options = ("--tokens", 24, "--seed", 1)
+    average = invoke(runs / "3d", "--ema", *options)
+    assert average.exit_code == 0, average.output
+    assert average.output != invoke(runs / "3d", *options).output
+
+
+def test_prompts_of_a_file_give_json_lines(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("def f\n\nreturn x\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f"}\n{"prompt": "return x"}\n')
+    options = ("--tokens", 6, "--seed", 5)
+    results = [
+        invoke(runs / "tp2", "--prompts", tmp_path / f"prompts.{kind}", *options)
+        for kind in ("txt", "jsonl")
+    ]
+    assert results[0].output == results[1].output
+    found = [json.loads(line) for line in results[0].output.splitlines()]
+    assert [record["prompt"] for record in found] == ["def f", "return x"]
+    for index, record in enumerate(found):
+        alone = invoke(
+            runs / "tp2", "--prompt", record["prompt"], "--tokens", 6, "--seed", 5 + index
+        )
+        assert alone.output == record["prompt"] + record["completion"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts are both given"),
+        (["--tokens", "0"], "--tokens=0 needs to be at least 1"),
+        (["--temperature", "-1"], "temperature=-1 needs to be a number of at least 0"),
+        (["--temperature", "nan"], "temperature=nan needs to be a number of at least 0"),
+        (["--top-k", "-1"], "top_k=-1 needs to be at least 0"),
+        (["--top-p", "0"], "top_p=0 needs to be above 0 and at most 1"),
+        (["--top-p", "1.5"], "top_p=1.5 needs to be above 0 and at most 1"),
+        (["--seed", "-1"], "seed=-1 needs to be from 0 to 2^63 - 1"),
+        (["--greedy", "--temperature", "1"], "--temperature=1 has no effect with --greedy"),
+        (["--greedy", "--top-k", "5"], "--top-k=5 has no effect with --greedy"),
+        (["--temperature", "0", "--top-p", "0.5"], "--top-p=0.5 has no effect with --temperature"),
+        (["--device", "tpu"], "--device=tpu needs to be cpu or cuda"),
+        (["--device", "cuda"], "--device=cuda: this torch sees no CUDA device"),
+        (["--prompts", "gone.txt"], "--prompts=gone.txt cannot be read"),
+        (["--prompt", ""], "the prompt gives the token ids []"),
+        (["--step", "7"], "step-00000007 does not exist; there are: step-00000001, step-00000002"),
+        (["--ema"], "holds no average of the weights"),
+    ],
+)
+def test_odd_options_are_refused_by_name(runs: Path, options: list[str], line: str) -> None:
+    result = invoke(runs / "tp2", *options)
+    assert result.exit_code == 2, result.output
+    assert line in result.stderr
+    assert all(text.startswith("error: ") for text in result.stderr.splitlines())
+
+
+def test_without_a_checkpoint_it_is_refused_in_a_line(tmp_path: Path) -> None:
+    result = invoke(tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {tmp_path} holds no checkpoint; give the folder of a run that has "
+        "saved (at its end, on a signal, and every checkpoint.interval steps)\n"
+    )
+
+
+def test_it_stops_after_the_end_of_a_document(runs: Path) -> None:
+    model, _ = load_model(open_run(runs / "tp2"))
+    first = generate(model, [5, 6], 8, Sampling(temperature=0))
+    assert len(first) == 8
+    stopped = generate(model, [5, 6], 8, Sampling(temperature=0), eos_id=first[0])
+    assert stopped == first[:1]
+    with pytest.raises(DataError, match="must give one or more below 400"):
+        generate(model, [400], 1)
+
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, 3.0, -1.0])
+
+
+def test_top_k_and_top_p_keep_the_likeliest() -> None:
+    everything = Sampling(temperature=1.0, top_k=0).probabilities(LOGITS)
+    assert torch.allclose(everything, LOGITS.double().softmax(0))
+    two = Sampling(temperature=1.0, top_k=2).probabilities(LOGITS)
+    assert two.tolist() == [0, 0.5, 0, 0.5, 0]
+    most = Sampling(temperature=1.0, top_k=0, top_p=0.85).probabilities(LOGITS)
+    assert most.nonzero().flatten().tolist() == [1, 2, 3]
+    half = Sampling(temperature=1.0, top_k=0, top_p=0.3).probabilities(LOGITS)
+    assert half.tolist() == [0, 1, 0, 0, 0]
+
+
+@given(
+    st.lists(st.floats(-50, 50), min_size=1, max_size=12),
+    st.floats(0.01, 100),
+    st.integers(0, 15),
+    st.floats(0.001, 1.0),
+)
+def test_probabilities_are_a_distribution_over_the_likeliest(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+) -> None:
+    x = torch.tensor(logits, dtype=torch.float64)
+    found = Sampling(temperature, top_k, top_p).probabilities(x)
+    assert float(found.sum()) == pytest.approx(1.0)
+    kept = found > 0
+    plain = ((x - x.max()) / temperature).softmax(0)
+    assert float(plain[kept].max()) == float(plain.max())
+    assert int(kept.sum()) <= (top_k or len(logits))
+    assert not bool((~kept & (plain > plain[kept].min())).any())
+
+
+def test_all_ranges_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampling(temperature=float("inf"), top_k=-1, top_p=2.0, seed=-1)
+    assert len(caught.value.problems) == 4

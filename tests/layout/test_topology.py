@@ -1,0 +1,147 @@
+"""Rank arithmetic, against its definition and as a partition of worlds up to 16,384 ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.errors import ConfigError
+from megalite.layout.topology import KINDS, Coords, Topology
+
+SIZES = st.integers(min_value=1, max_value=4)
+TOPOLOGIES = st.builds(Topology, tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES)
+VARYING = {
+    "tp": {"tp"},
+    "cp": {"cp"},
+    "dp": {"dp"},
+    "pp": {"pp"},
+    "dp_cp": {"dp", "cp"},
+    "model": {"tp", "pp"},
+    "world": {"tp", "cp", "dp", "pp"},
+}
+LARGE = [
+    Topology(tp=8, dp=128, pp=16),
+    Topology(tp=8, cp=2, dp=64, pp=16),
+    Topology(tp=1, dp=16384),
+    Topology(tp=16384),
+    Topology(pp=16384),
+    Topology(tp=2, cp=4, dp=1024, pp=2),
+    Topology(tp=3, cp=5, dp=7, pp=151),
+    Topology(tp=8, dp=1, pp=2048),
+]
+
+
+@given(TOPOLOGIES)
+def test_rank_is_the_stated_formula_and_coords_its_inverse(topology: Topology) -> None:
+    places = product(range(topology.pp), range(topology.dp), range(topology.cp), range(topology.tp))
+    for rank, (pp, dp, cp, tp) in enumerate(places):
+        assert rank == tp + topology.tp * (cp + topology.cp * (dp + topology.dp * pp))
+        assert topology.rank(tp=tp, cp=cp, dp=dp, pp=pp) == rank
+        assert topology.coords(rank) == Coords(tp=tp, cp=cp, dp=dp, pp=pp)
+
+
+@given(TOPOLOGIES, st.sampled_from(sorted(VARYING)))
+def test_a_group_holds_the_ranks_that_differ_only_in_its_axes(
+    topology: Topology, kind: str
+) -> None:
+    fixed = {"tp", "cp", "dp", "pp"} - VARYING[kind]
+    for group in topology.groups(kind):
+        coords = [topology.coords(rank) for rank in group]
+        for axis in fixed:
+            assert len({getattr(c, axis) for c in coords}) == 1
+        size = 1
+        for axis in VARYING[kind]:
+            size *= getattr(topology, axis)
+        assert len(group) == size
+
+
+@given(TOPOLOGIES, st.sampled_from(KINDS))
+def test_group_of_agrees_with_groups(topology: Topology, kind: str) -> None:
+    groups = topology.groups(kind)
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    members = {rank: group for group in groups for rank in group}
+    for rank in range(topology.world_size):
+        assert topology.group_of(kind, rank) == members.get(rank, (rank,))
+
+
+@pytest.mark.parametrize("topology", LARGE, ids=str)
+def test_groups_of_every_kind_cover_each_rank_once(topology: Topology) -> None:
+    world_size = topology.world_size
+    for kind in KINDS:
+        groups = topology.groups(kind)
+        ranks = [rank for group in groups for rank in group]
+        assert len(ranks) == len(set(ranks))
+        if kind == "embedding":
+            stage = world_size // topology.pp
+            ends = {*range(stage), *range(world_size - stage, world_size)}
+            assert set(ranks) == ends
+        else:
+            assert sorted(ranks) == list(range(world_size))
+        assert all(list(group) == sorted(group) for group in groups)
+
+
+@pytest.mark.parametrize("topology", LARGE, ids=str)
+def test_group_of_at_scale(topology: Topology) -> None:
+    last = topology.world_size - 1
+    for kind in KINDS:
+        members = {rank: group for group in topology.groups(kind) for rank in group}
+        for rank in {0, 1, last // 3, last // 2, last - 1, last} - {-1}:
+            assert topology.group_of(kind, rank) == members.get(rank, (rank,))
+
+
+def test_a_tensor_parallel_group_is_consecutive_and_stays_in_a_node() -> None:
+    topology = Topology(tp=8, dp=128, pp=16)
+    assert all(g == tuple(range(g[0], g[0] + 8)) for g in topology.groups("tp"))
+    assert all(len({rank // 8 for rank in g}) == 1 for g in topology.groups("tp"))
+
+
+def test_embedding_groups_join_first_and_last_stage() -> None:
+    topology = Topology(tp=2, dp=2, pp=3)
+    assert topology.groups("embedding") == [(0, 8), (1, 9), (2, 10), (3, 11)]
+    assert topology.group_of("embedding", 5) == (5,)
+    assert [topology.has_embedding(rank) for rank in (0, 5, 9)] == [True, False, True]
+    assert Topology(tp=2).groups("embedding") == [(0,), (1,)]
+
+
+def test_for_world_takes_what_the_other_axes_leave() -> None:
+    assert Topology.for_world(16, tp=2, pp=2) == Topology(tp=2, dp=4, pp=2)
+    with pytest.raises(ConfigError, match=r"world size 12 .* tp\*cp\*pp = 4\*1\*2 = 8"):
+        Topology.for_world(12, tp=4, pp=2)
+    with pytest.raises(ConfigError, match=r"needs 16 ranks, but 8 were started.*dp=1 would fit"):
+        Topology.for_world(8, tp=4, pp=2, dp=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Topology(tp=0, dp=-1), r"parallel\.tp=0.*\n.*parallel\.dp=-1"),
+        (lambda: Topology(tp=True), r"parallel\.tp=True"),
+        (lambda: Topology(tp=2).coords(2), r"rank 2 does not exist.*2 ranks.*0 to 1"),
+        (lambda: Topology(tp=2).coords(-1), r"rank -1"),
+        (lambda: Topology(tp=2).rank(tp=2), r"tp coordinate 2 .* size 2; allowed are 0 to 1"),
+        (lambda: Topology().groups("ep"), r"'ep'; kinds are tp, cp"),
+        (lambda: Topology(tp=4).require_world(6), r"needs 4 ranks, but 6.*multiple of .* 4"),
+    ],
+)
+def test_errors_carry_the_numbers(make, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_describe_leaves_out_axes_of_one() -> None:
+    assert Topology(tp=2, dp=2, pp=2).describe(5) == "rank 5 (tp 1, dp 0, pp 1)"
+    assert Topology().describe(0) == "rank 0"
+
+
+def test_it_imports_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
+        "from megalite.layout.topology import Topology; print(Topology(tp=2).world_size)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"

@@ -1,0 +1,217 @@
+"""A small model with its batch, whole or in stages, and the same model in plain torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.distributed.mesh import Mesh
+from megalite.layout.topology import Topology
+from megalite.model.init import init_params
+from megalite.model.transformer import Transformer
+from megalite.tensor_parallel.context import TensorParallel
+from tests.model.kit import masks
+
+SEQ_LENGTH = 8
+DROPOUT = {"embedding_dropout": 0.2, "attention_dropout": 0.3, "residual_dropout": 0.25}
+# Each family, and switches that no family has on by default, small enough to see each term.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama3": {
+        "rope_scaling": "llama3",
+        "rope_theta": 40.0,
+        "rope_original_max_position": 40,
+        "head_dim": 12,
+    },
+    "gpt2": {"family": "gpt2", "num_kv_heads": None, "max_positions": SEQ_LENGTH + 3, **DROPOUT},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "head_dim": 6},
+    "mistral": {"family": "mistral", "sliding_window": 3},
+    "mixed": {
+        "norm": "layernorm",
+        "qk_norm": True,
+        "linear_bias": True,
+        "rope_fraction": 0.5,
+        "sliding_window": 5,
+        "attention_dropout": 0.3,
+        "head_dim": 8,
+    },
+}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Batch:
+    token_T: Tensor
+    label_T: Tensor
+    weight_T: Tensor
+    cu_seqlens: tuple[int, ...]
+    dropout: Any = None
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 20,
+        "vocab_size": 29,
+        "vocab_pad_multiple": 8,
+        "init_std": 0.2,  # far from zero, so that a lost term is seen
+    }
+    return ModelConfig(**{**sizes, **changes})
+
+
+def make_batch(vocab: int = 29, num_sequences: int = 2, cuts: tuple[int, ...] = ()) -> Batch:
+    """Random tokens and weights, some of them 0; `cuts` begin documents inside the sequences."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = num_sequences * SEQ_LENGTH
+    drawn = torch.randint(0, vocab, (2, tokens), generator=generator)
+    weight = torch.rand(tokens, generator=generator, dtype=torch.float64)
+    weight[::5] = 0.0
+    bounds = {*range(0, tokens + 1, SEQ_LENGTH), *cuts}
+    return Batch(drawn[0], drawn[1], weight / weight.sum(), tuple(sorted(bounds)))
+
+
+def make_stage(config: ModelConfig, layers: range | None = None, **options: Any) -> Transformer:
+    """One stage in one process with its initial weights; the whole model unless told otherwise."""
+    tp = TensorParallel(Mesh(Topology()).tp, options.pop("dtype", torch.float64), CPU)
+    layers = range(config.num_layers) if layers is None else layers
+    seq_length = options.pop("seq_length", SEQ_LENGTH)
+    stage = Transformer(config, tp, seq_length=seq_length, layers=layers, **options)
+    init_params(stage.named_params(), config, seed=5, tp=1, tp_rank=0)
+    with torch.no_grad():  # norm weights away from 1, biases from 0, so that their place is seen
+        for param, spec in stage.named_params():
+            if spec.name.endswith(("norm.weight", ".bias")):
+                param.add_(torch.linspace(-0.5, 0.5, param.numel()).view(param.shape))
+    return stage
+
+
+def gradients(*stages: Transformer) -> dict[str, Tensor]:
+    """Main gradients by global name; a tied copy's is added to its original's."""
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for param, spec in stage.named_params():
+            grad = stage.grads.buffer(param)
+            found[spec.name] = found[spec.name] + grad if spec.name in found else grad.clone()
+            assert param.grad is None
+    return found
+
+
+def weights(stage: Transformer) -> dict[str, Tensor]:
+    """float64 leaves of the same values, by global name."""
+    return {s.name: p.detach().double().requires_grad_() for p, s in stage.named_params()}
+
+
+def plain_rates(config: ModelConfig) -> Tensor:
+    """Angle per token of each pair that turns."""
+    half = config.rotary_size // 2
+    rate = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / max(1, half))
+    if config.rope_scaling is None:
+        return rate
+    length, scaled = config.rope_original_max_position, []
+    for r in rate.tolist():
+        wave = 2 * math.pi / r  # tokens of one turn
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        if wave < length / high:
+            scaled.append(r)
+        elif wave > length / low:
+            scaled.append(r / config.rope_factor)
+        else:
+            smooth = (length / wave - low) / (high - low)
+            scaled.append((1 - smooth) * r / config.rope_factor + smooth * r)
+    return torch.tensor(scaled, dtype=torch.float64)
+
+
+def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -> Tensor:
+    """The model in plain torch, for padded vocabulary rows too: shares no code with the product."""
+    tokens, heads, groups = len(batch.token_T), config.num_heads, config.kv_heads
+    place = torch.arange(tokens)
+    document = torch.zeros(tokens, dtype=torch.int64)
+    for number, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
+        document[start:stop] = number
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    seen &= document[:, None] == document[None, :]
+    if config.sliding_window is not None:
+        seen &= place[:, None] - place[None, :] < config.sliding_window
+    position, residual_p = place % SEQ_LENGTH, config.residual_dropout
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = x @ weight[f"{name}.weight"].flatten(0, -2).t()
+        return y + weight[f"{name}.bias"].flatten() if f"{name}.bias" in weight else y
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if config.norm == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps)
+        y = y * weight[f"{name}.weight"]
+        return y + weight[f"{name}.bias"] if config.norm == "layernorm" else y
+
+    def head_norm(x: Tensor, name: str) -> Tensor:
+        y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps)
+        return y * weight[f"{name}.weight"]
+
+    def turn(x: Tensor) -> Tensor:
+        angle = (position[:, None] * plain_rates(config))[:, None, :]
+        half = angle.shape[-1]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        first, second = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        return torch.cat([first, second, rest], -1)
+
+    def attend(x: Tensor, layer: int) -> Tensor:
+        name = f"layers.{layer}.attention"
+        packed = linear(x, f"{name}.qkv").view(tokens, groups, heads // groups + 2, -1)
+        q = packed[:, :, :-2].reshape(tokens, heads, -1)
+        k, v = packed[:, :, -2], packed[:, :, -1]
+        if config.qk_norm:
+            q, k = head_norm(q, f"{name}.q_norm"), head_norm(k, f"{name}.k_norm")
+        k, v = (part.repeat_interleave(heads // groups, 1) for part in (k, v))
+        scores = torch.einsum("tnh,snh->nts", turn(q), turn(k)) / q.shape[-1] ** 0.5
+        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        shares = masks.drop_weights(shares, config.attention_dropout, batch.dropout, layer)
+        return linear(torch.einsum("nts,snh->tnh", shares, v).flatten(1), f"{name}.out")
+
+    def feed_forward(x: Tensor, layer: int) -> Tensor:
+        name = f"layers.{layer}.mlp"
+        if config.activation == "gelu_tanh":
+            h = linear(x, f"{name}.up")
+            inner = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
+            return linear(h * (1 + torch.tanh(inner)) / 2, f"{name}.down")
+        gate, up = linear(x, f"{name}.gate_up").chunk(2, -1)
+        return linear(F.silu(gate) * up, f"{name}.down")
+
+    def drop(x: Tensor, layer: int, kind: str) -> Tensor:
+        return masks.drop_rows(x, residual_p, batch.dropout, layer, kind)
+
+    x = weight["embedding.weight"][batch.token_T]
+    if config.positions == "learned":
+        x = x + weight["position.weight"][position]
+    x = masks.drop_rows(x, config.embedding_dropout, batch.dropout, -1, "embedding")
+    for layer in range(config.num_layers):
+        name = f"layers.{layer}"
+        x = x + drop(attend(norm(x, f"{name}.attention_norm"), layer), layer, "attention output")
+        x = x + drop(feed_forward(norm(x, f"{name}.mlp_norm"), layer), layer, "mlp output")
+    head = weight["embedding.weight" if config.tie_embeddings else "head.weight"]
+    return norm(x, "final_norm") @ head.t()
+
+
+def plain_loss(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -> Tensor:
+    """Weighted sum of the tokens' losses over the true vocabulary."""
+    logits = plain_logits(config, weight, batch)[:, : config.vocab_size]
+    return (F.cross_entropy(logits, batch.label_T, reduction="none") * batch.weight_T).sum()
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest magnitude of `want`; NaN anywhere gives NaN."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    want = want.detach().double()
+    scale = float(want.abs().max()) or 1.0
+    return float((got.detach().double() - want).abs().max()) / scale

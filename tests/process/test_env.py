@@ -1,0 +1,179 @@
+"""Launcher variables, devices and rendezvous addresses."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.errors import ConfigError
+from megalite.process.env import check_interface, end_process, hold_port, init_process, pick_device
+from megalite.process.launcher import Launch, first_host, read_launch, speaks_for_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29411",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "777",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_STEP_NODELIST": "gpu[007-010,12]",
+}
+
+
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def test_torchrun() -> None:
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, "node1", 29411, "torchrun")
+    assert read_launch(TORCHRUN).spans_hosts
+
+
+def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
+    torchrun = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    assert read_launch(SLURM | torchrun).source == "torchrun"
+    same_place = {"RANK": SLURM["SLURM_PROCID"], "WORLD_SIZE": SLURM["SLURM_NTASKS"]}
+    assert read_launch(SLURM | TORCHRUN | same_place).source == "torchrun"
+
+
+def test_srun_alone() -> None:
+    launch = read_launch(SLURM)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (5, 6, 1)
+    assert launch.local_world_size == 2
+    assert launch.master_addr == "gpu007"
+    assert launch.source == "slurm"
+    assert 1024 <= launch.master_port < 32768
+
+
+def test_ranks_of_one_slurm_step_meet_and_other_jobs_and_steps_do_not() -> None:
+    port = read_launch(SLURM).master_port
+    assert read_launch(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == port
+    assert read_launch(SLURM | {"SLURM_JOB_ID": "778"}).master_port != port
+    assert read_launch(SLURM | {"SLURM_STEP_ID": "1"}).master_port != port
+
+
+def test_an_address_given_beside_srun_is_used() -> None:
+    launch = read_launch(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    assert (launch.master_addr, launch.master_port) == ("10.0.0.1", 4000)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, {"MASTER_PORT": "1"}, {"SLURM_NTASKS": "1"}],
+)
+def test_a_single_process(environ) -> None:
+    assert read_launch(environ) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (without(TORCHRUN, "WORLD_SIZE"), r"found RANK=5.* but not WORLD_SIZE"),
+        ({"RANK": "0"}, r"found RANK=0 but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"LOCAL_RANK": "0"}, r"found LOCAL_RANK=0 but not RANK"),
+        (TORCHRUN | {"RANK": "8"}, r"RANK=8 must be below WORLD_SIZE=8"),
+        (TORCHRUN | {"RANK": "-1", "WORLD_SIZE": "x"}, r"RANK='-1'.*\nWORLD_SIZE='x'"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, r"local rank 4 of 4"),
+        (without(SLURM, "SLURM_NTASKS"), r"found SLURM_PROCID=5.* but not SLURM_NTASKS"),
+        (without(SLURM, "SLURM_STEP_NODELIST"), r"not SLURM_STEP_NODELIST"),
+        (SLURM | {"SLURM_PROCID": "6"}, r"SLURM_PROCID=6 must be below SLURM_NTASKS=6"),
+        (SLURM | {"SLURM_JOB_ID": ""}, r"SLURM_JOB_ID=''"),
+        (SLURM | TORCHRUN, r"RANK=5 of WORLD_SIZE=8, which torchrun .* SLURM_NTASKS=6; unset"),
+    ],
+)
+def test_left_over_or_contradictory_variables_are_refused(environ, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu[007-010,12],login1", "gpu007"),
+        ("gpu[3,5-7]-ib", "gpu3-ib"),
+        ("node1,node2", "node1"),
+        ("a.b-c", "a.b-c"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_a_node_list_that_names_no_host() -> None:
+    with pytest.raises(ConfigError, match=r"node list ''"):
+        first_host("")
+
+
+def test_cuda_needs_a_gpu_for_each_process_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    here = Launch(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    assert pick_device(here) == torch.device("cuda", 1)
+    assert pick_device(here, "cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"4 processes on host .* has 2; start at most 2"):
+        pick_device(Launch(world_size=4, local_world_size=4))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device(here) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"it has 0"):
+        pick_device(here, "cuda")
+    with pytest.raises(ConfigError, match=r"device='tpu'; allowed are"):
+        pick_device(here, "tpu")
+
+
+def test_a_loopback_host_name_is_refused_with_the_setting_that_helps() -> None:
+    with pytest.raises(ConfigError, match=r"'localhost' resolves to 127\..*GLOO_SOCKET_IFNAME"):
+        check_interface({}, "localhost")
+    with pytest.raises(ConfigError, match=r"does not resolve.*GLOO_SOCKET_IFNAME"):
+        check_interface({}, "no-such-host.invalid")
+    check_interface({"GLOO_SOCKET_IFNAME": "eth0"}, "localhost")
+    check_interface({}, "192.0.2.7")
+
+
+def test_a_held_port_is_nobody_elses() -> None:
+    with hold_port() as first, hold_port() as second, socket.socket() as third:
+        assert first.getsockname()[1] != second.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            third.bind(first.getsockname())
+
+
+def test_a_single_process_can_join_itself_and_leave() -> None:
+    init_process(Launch(), torch.device("cpu"), 10.0)
+    try:
+        assert dist.get_world_size() == 1
+    finally:
+        end_process()
+    assert not dist.is_initialized()
+    end_process()
+
+
+@pytest.mark.long
+def test_who_cannot_join_says_where() -> None:
+    with hold_port() as held:
+        port = held.getsockname()[1]
+    launch = Launch(rank=1, world_size=2, local_rank=1, local_world_size=2, master_port=port)
+    with pytest.raises(RuntimeError, match=r"connect|store|timed out") as caught:
+        init_process(launch, torch.device("cpu"), 0.5)
+    assert f"rank 1 of 2 (single) could not join the others at 127.0.0.1:{port}" in str(
+        caught.value.__notes__
+    )
+
+
+def test_the_first_process_of_a_host_speaks_for_it() -> None:
+    assert speaks_for_host({})
+    assert [speaks_for_host({"LOCAL_RANK": str(n)}) for n in range(3)] == [True, False, False]
+    assert not speaks_for_host(SLURM)
+    assert speaks_for_host(SLURM | {"SLURM_LOCALID": "0"})
+    assert speaks_for_host({"SLURM_LOCALID": "1", "SLURM_NTASKS": "1"})
+    assert speaks_for_host({"LOCAL_RANK": "x"})

@@ -1,0 +1,160 @@
+"""The notice board and the watch: which rank is to blame, told once. No processes: one store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from megalite.distributed.ledger import Ledger
+from megalite.errors import ConfigError
+from megalite.process import watch
+from megalite.process.board import Board, Notice
+from megalite.process.watch import Watch
+
+AFTER_S = 0.2
+
+
+class Rank:
+    """One of two ranks: its ledger, and what its watch says."""
+
+    def __init__(self, store: HashStore, rank: int) -> None:
+        self.ledger = Ledger(f"rank {rank} (tp {rank})")
+        self.board = Board(store, rank, 2)
+        self.said: list[str] = []
+        self.spoke = threading.Event()
+
+    def report(self, line: str) -> None:
+        self.said.append(line)
+        if not line.startswith("nothing new"):
+            self.spoke.set()
+
+    @contextmanager
+    def watched(self, after_s: float = AFTER_S, **options: Any) -> Iterator[None]:
+        with Watch(self.ledger, after_s, self.report, self.board, **options):
+            yield
+
+
+@pytest.fixture
+def ranks() -> list[Rank]:
+    store = HashStore()
+    return [Rank(store, rank) for rank in range(2)]
+
+
+@pytest.mark.long
+def test_a_silent_rank_is_named_with_its_last_place(ranks: list[Rank]) -> None:
+    ranks[1].board.post(Notice(1, 12, "rank 1 (tp 1): waiting in all_reduce on tp, op #12"))
+    ranks[0].ledger.start("all_reduce", "tp", 8)
+    with ranks[0].watched():
+        assert ranks[0].spoke.wait(60)
+    assert ranks[0].said == [
+        "nothing new for 0.2 s: rank 0 (tp 0): waiting in all_reduce on tp, op #1, phase 'set-up'",
+        "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1 (tp 1): "
+        "waiting in all_reduce on tp, op #12",
+    ]
+
+
+@pytest.mark.long
+def test_a_rank_that_skipped_an_operation_is_named_once(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.ledger.start("all_reduce", "tp", 8)
+    ranks[0].ledger.phase = "optimizer"
+    ranks[0].ledger.start("all_gather", "dp", 8)
+    with ranks[0].watched(), ranks[1].watched():
+        while not any(rank.spoke.wait(0.05) for rank in ranks):
+            pass
+        threading.Event().wait(10 * AFTER_S)
+    blame = [line for rank in ranks for line in rank.said if not line.startswith("nothing new")]
+    assert set(blame) == {
+        "rank 1 is furthest behind: rank 1 (tp 1): waiting in all_reduce on tp, op #1, "
+        "phase 'set-up'"
+    }
+
+
+def test_who_is_asked_to_leave_does_not_wait_for_a_dead_rank(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(watch, "_LEAVE_LOOK_S", 0.1)
+    monkeypatch.setattr(watch, "_BEAT_S", 0.02)
+    ranks[1].board.post(Notice(1, 12, "rank 1"))
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with ranks[0].watched(3600.0, leaving=lambda: True, end=end):
+        assert ended.wait(60)
+    assert codes == [1]
+    assert ranks[0].said == [
+        "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1"
+    ]
+
+
+def test_a_rank_whose_notices_go_on_or_that_is_done_is_not_gone() -> None:
+    done = {1: Notice(7, 9, "rank 1", left=True)}
+    assert watch._gone(done, done, 0) == []
+    before = {0: Notice(5, 9, "rank 0"), 1: Notice(7, 9, "rank 1")}
+    after = {0: Notice(5, 9, "rank 0"), 1: Notice(8, 9, "rank 1")}
+    assert watch._gone(before, after, 0) == []
+    assert watch._gone(before, after, 1) == [
+        "rank 0 gives no sign of life, it is dead or stopped; last seen at: rank 0"
+    ]
+
+
+def test_an_exception_is_annotated_with_the_failure_of_another_rank(ranks: list[Rank]) -> None:
+    with pytest.raises(ValueError, match="cause"), ranks[1].watched():
+        raise ValueError("the cause")
+    ranks[0].ledger.start("all_reduce", "tp", 8)
+    with (
+        pytest.raises(ConnectionError) as caught,
+        ranks[0].watched(),
+        ranks[0].ledger.blocked("tp"),
+    ):
+        raise ConnectionError("closed by peer")
+    assert caught.value.__notes__[1:] == [
+        "rank 1 failed (ValueError: the cause); it was at: rank 1 (tp 1): no operation between "
+        "ranks yet, phase 'set-up'"
+    ]
+
+
+def test_an_error_of_its_own_gets_no_notes(ranks: list[Rank]) -> None:
+    ranks[1].board.post(Notice(1, 12, "rank 1"))
+    with pytest.raises(ConfigError) as caught, ranks[0].watched():
+        raise ConfigError("train.steps=0")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_one_rank_is_the_first_to_say_a_thing(ranks: list[Rank]) -> None:
+    boards = [rank.board for rank in ranks]
+    assert [board.first_to_say("a") for board in boards] == [True, False]
+    assert boards[1].first_to_say("b")
+
+
+def test_the_rank_that_serves_the_store_parts_last(ranks: list[Rank]) -> None:
+    first, second = (rank.board for rank in ranks)
+    waiting = threading.Thread(target=first.part, args=(3600.0,), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    second.part(3600.0)  # returns at once: another rank serves
+    waiting.join(60.0)
+    assert not waiting.is_alive()
+    first.part(0.0)
+
+
+def test_a_store_that_is_gone_silences_and_holds_nobody() -> None:
+    class Gone(HashStore):
+        def add(self, key: str, count: int) -> int:
+            raise ConnectionError("gone")
+
+    board = Board(Gone(), 0, 2)
+    board._store = Gone()  # type: ignore[assignment]
+    assert board.first_to_say("a")
+    board.part(3600.0)

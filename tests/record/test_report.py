@@ -1,0 +1,199 @@
+"""What a person gets from a run: console, log.txt, report, picture, generated text."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+from typer.testing import CliRunner, Result
+
+from megalite.cli.main import app
+from megalite.config.load import load_config
+from megalite.corpus.prepare import prepare
+from megalite.errors import DataError
+from megalite.record.console import Console
+from megalite.record.records import TIME_PARTS, MetricsFile
+from megalite.record.report import read_run, summary, time_table
+from tests.pool import RankPool
+from tests.train.kit.runs import make_config, train, world_size
+
+TOKENIZER_SIZE, MODEL_VOCAB = 290, 400  # a model may have ids that its tokenizer lacks
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
+    """A run of three steps at tp 2 on text, with a tokenizer and validation."""
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "text").mkdir()
+    for number in range(4):
+        (folder / "text" / f"{number}.txt").write_text("def f(x):\n\treturn x + 1\n" * 60)
+    prepare(str(folder / "text"), str(folder / "data"), vocab_size=TOKENIZER_SIZE)
+    config = make_config(
+        folder,
+        "run",
+        "tp2",
+        model__vocab_size=MODEL_VOCAB,
+        data__tokenizer=str(folder / "data.model"),
+        data__split=(0.7, 0.3),
+        train__steps=3,
+        eval__interval=2,
+        eval__batches=1,
+    )
+    pool.run(train, world_size(config), [(config, None)])
+    return folder / "run"
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.long
+def test_report_shows_losses_and_time_and_draws_a_picture(run: Path) -> None:
+    result = invoke("report", run)
+    assert result.exit_code == 0, result.output
+    for text in ("3 steps, ", "training loss", "validation loss", "ln(400) = 5.9915"):
+        assert text in result.output
+    for part in TIME_PARTS:
+        assert f"\n  {part} " in result.output
+    picture = (run / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 5000
+
+
+def test_report_of_something_else_is_refused_in_a_line(tmp_path: Path) -> None:
+    result = invoke("report", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: {tmp_path / 'metrics.jsonl'} has no steps; give the folder of a run "
+        "that has trained\n"
+    )
+
+
+def test_report_follows_the_last_attempt_and_stands_losses_that_are_not_finite(
+    tmp_path: Path,
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("run", config={"model": {"vocab_size": 97}}, parameters=1000)
+    for step in (1, 2, 3, 4):
+        file.write("step", step=step, loss=float(step), consumed_tokens=step)
+    file.write("eval", step=4, loss=9.0)
+    file.close()
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("restart", step=2)
+    file.write("step", step=3, loss=float("nan"), consumed_tokens=3)
+    file.close()
+    record = read_run(tmp_path)
+    assert [(s["step"], s["attempt"]) for s in record.steps] == [(1, 1), (2, 1), (3, 2)]
+    assert record.evals == []
+    assert "training loss   1.0000 -> nan" in summary(record)
+    assert time_table(record) == ["no step has its time split"]
+    with pytest.raises(DataError, match="does not exist"):
+        read_run(tmp_path / "gone")
+
+
+DAMAGED_LINES = [
+    b"not json",
+    b"[1, 2]",
+    b'"step"',
+    b'{"no": "kind"}',
+    b'{"kind": 3}',
+    b'{"kind": "step"}',
+    b'{"kind": "step", "step": "4", "loss": 1.0}',
+    b'{"kind": "step", "step": 4}',
+    b'{"kind": "step", "step": 4, "loss": "low"}',
+    b'{"kind": "step", "step": 4, "loss": [1.0]}',
+    b'{"kind": "step", "step": 4, "loss": 1.0, "consumed_tokens": "many"}',
+    b'{"kind": "step", "step": 4, "loss": 1.0, "time_data_s": {}}',
+    b'{"kind": "step", "step": true, "loss": 1.0}',
+    b'{"kind": "eval", "step": 4, "loss": {}}',
+    b'{"kind": "restart", "step": null}',
+    b'{"kind": "step", "step": 4, "loss": 1.0, "attempt": "second"}',
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b'{"kind": "step", "step": 4, "lo',
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("line", DAMAGED_LINES, ids=lambda line: line[:60].decode("latin-1"))
+def test_a_damaged_line_anywhere_is_left_out_and_told(tmp_path: Path, line: bytes) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("run", config={"model": {"vocab_size": 97}}, parameters=1000)
+    file.write("step", step=1, loss=2.0, consumed_tokens=64)
+    file.write("step", step=2, loss=1.0, consumed_tokens=128)
+    file.close()
+    path = tmp_path / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([first, line, others[0], b"", others[1], line]))
+    result = invoke("report", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "training loss   2.0000 -> 1.0000" in result.output
+    warning = "warning: 2 lines of metrics.jsonl cannot be used and are left out: line 2, 6\n"
+    assert warning in result.output
+
+
+def test_a_run_line_that_says_little_is_enough(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("run", config={})
+    file.write("step", step=1, loss=2.0)
+    file.close()
+    result = invoke("report", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("1 step, n/a tokens, n/a parameters\n")
+
+
+def test_the_run_folder_keeps_config_and_console(run: Path) -> None:
+    config = load_config(str(run / "config.toml"), []).config
+    assert config.name == "run"
+    assert config.parallel.tp == 2
+    log = (run / "log.txt").read_text().splitlines()
+    assert log[0].startswith(f"run {run}: ")
+    assert "2 ranks = tp 2 x pp 1 x dp 1" in log[0]
+    steps = [line.split("/")[0] + "/3" for line in log if "/3  " in line]
+    assert steps == [f"step     {number}/3" for number in (1, 2, 2, 3, 3)]  # two evaluations
+    assert f"saved {run / 'checkpoints' / 'step-00000003'} in " in log[-3]
+    assert log[-1] == "finished at step 3 of 3"
+
+
+def test_lines_without_a_terminal_are_plain_and_have_no_bar(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    console = Console()
+    long = "x" * 300
+    console.print("early [bold]line[/bold]")
+    console.open_log(tmp_path / "log.txt")
+    with console.progress(0, 10):
+        console.advance(3)
+        console.print(long)
+    console.record("only in the log")
+    console.close()
+    assert capsys.readouterr().out == f"early [bold]line[/bold]\n{long}\n"
+    assert (tmp_path / "log.txt").read_text() == (
+        f"early [bold]line[/bold]\n{long}\nonly in the log\n"
+    )
+
+
+def test_a_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console()
+    monkeypatch.setattr(
+        console, "_rich", RichConsole(file=screen, force_terminal=True, width=100, highlight=False)
+    )
+    with console.progress(2, 10):
+        console.print("a line")
+        console.advance(4)
+    assert "a line\n" in screen.getvalue()
+    assert "training" in screen.getvalue()
+    assert "4/10" in screen.getvalue()
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    console = Console(quiet=True)
+    console.open_log(tmp_path / "log.txt")
+    console.print("a line")
+    console.record("another")
+    console.close()
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "log.txt").exists()

@@ -1,0 +1,153 @@
+"""The split of a step's time, on a device whose clock the test turns by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.distributed import clock as clock_module
+from megalite.distributed.clock import Clock, seconds_between
+from megalite.distributed.ledger import Ledger
+from megalite.record.step_clock import StepClock, drain_part
+
+
+class Device:
+    """A stand-in for CUDA: work is queued, and an event knows its time once it was reached."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self.num_syncs = 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                device.num_events += 1
+
+            def record(self) -> None:
+                self.at_s = device.now_s
+
+            def synchronize(self) -> None:
+                device.num_syncs += 1
+
+            def elapsed_time(self, other: Any) -> float:
+                return float(other.at_s - self.at_s) * 1e3
+
+        monkeypatch.setattr(clock_module.torch.cuda, "Event", Event)
+        self.ledger = Ledger("rank 0", Clock(torch.device("cuda")))
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def wait(self, axis: str, seconds: float) -> None:
+        with self.ledger.blocked(axis):
+            self.now_s += seconds
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def step(device: Device, clock: StepClock) -> None:
+    device.work(0.5)
+    clock.lap("other")
+    device.work(0.125)
+    device.wait("dp", 0.25)
+    clock.lap("data")
+    device.work(4.0)
+    device.wait("tp", 1.0)
+    device.wait("pp", 2.0)
+    device.wait("dp_cp", 0.5)
+    clock.lap("compute")
+    device.wait("embedding", 0.25)
+    device.wait("world", 8.0)
+    device.work(1.5)
+    clock.lap("optimizer")
+    device.wait("world", 0.125)
+
+
+def test_every_second_of_the_device_belongs_to_one_part(device: Device) -> None:
+    clock = StepClock(device.ledger, drain="pp_wait")
+    assert device.ledger.waits is None  # nothing is marked before a step begins
+    clock.begin()
+    for _ in range(3):
+        began_s = device.now_s
+        step(device, clock)
+        parts_s = clock.finish().parts_s
+        assert parts_s == {
+            "compute": 4.0,
+            "tp_comm": 1.0,
+            "pp_wait": 10.25,  # with the world's wait for the norm: the end of the bubble
+            "dp_comm": 0.75,
+            "data": 0.125,
+            "optimizer": 1.5,
+            "other": 0.625,
+        }
+        assert sum(parts_s.values()) == device.now_s - began_s
+
+
+def test_nothing_is_synchronised_within_a_step_and_events_are_used_again(device: Device) -> None:
+    clock = StepClock(device.ledger)
+    clock.begin()
+    made = []
+    for _ in range(4):
+        before = device.num_syncs
+        step(device, clock)
+        assert device.num_syncs == before
+        clock.finish()
+        made.append(device.num_events)
+    assert made[3] - made[2] <= 1 < made[0]
+
+
+def test_what_lies_between_stop_and_begin_belongs_to_no_step(device: Device) -> None:
+    clock = StepClock(device.ledger)
+    clock.begin()
+    step(device, clock)
+    clock.stop()
+    device.wait("tp", 100.0)
+    assert device.ledger.waits is None
+    clock.begin()
+    device.work(1.0)
+    clock.lap("compute")
+    assert sum(clock.finish().parts_s.values()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "part"), [(2, 2, "pp_wait"), (1, 2, "dp_comm"), (1, 1, "tp_comm")]
+)
+def test_waiting_for_the_whole_world_is_the_uneven_axis(pp: int, dp: int, part: str) -> None:
+    assert drain_part(pp, dp) == part
+
+
+def test_the_host_clock_measures_the_same_way() -> None:
+    ledger = Ledger("rank 0")
+    clock = StepClock(ledger)
+    clock.begin()
+    with ledger.blocked("tp"):
+        pass
+    clock.lap("compute")
+    times = clock.finish()
+    assert times.parts_s["tp_comm"] > 0
+    assert 0 < sum(times.parts_s.values()) <= times.wall_s
+    assert seconds_between(1.0, 3.5) == 2.5
+
+
+def test_a_failed_wait_is_counted_too(device: Device) -> None:
+    clock = StepClock(device.ledger)
+    clock.begin()
+
+    def fail() -> None:
+        with device.ledger.blocked("tp"):
+            device.work(2.0)
+            raise RuntimeError("timed out")
+
+    work: Callable[[], None] = fail
+    with pytest.raises(RuntimeError):
+        work()
+    clock.lap("compute")
+    assert clock.finish().parts_s["tp_comm"] == 2.0
