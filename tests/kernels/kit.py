@@ -37,13 +37,17 @@ def exact(x: Tensor) -> Tensor:
     return x.detach().double().requires_grad_()
 
 
+def scale_of(want: Tensor) -> float:
+    """Largest magnitude; 1 for zeros, such as the gradient of a query that sees only itself."""
+    return float(want.abs().max()) or 1.0
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Largest difference over the largest magnitude of `want`; NaN anywhere gives NaN."""
     if want.numel() == 0:
         return 0.0
     want = want.detach()
-    scale = float(want.abs().max()) or 1.0
-    return float((got.detach().double() - want.double()).abs().max()) / scale
+    return float((got.detach().double() - want.double()).abs().max()) / scale_of(want)
 
 
 def assert_matches(got: Tensor, want: Tensor) -> None:
@@ -53,7 +57,7 @@ def assert_matches(got: Tensor, want: Tensor) -> None:
     assert want.dtype == torch.float64
     if got.dtype == torch.bfloat16:
         half_unit = torch.exp2(want.abs().clamp_min(1e-30).log2().floor() - 8)
-        allowed = half_unit + ROUNDED_ONCE_NOISE * want.abs().max()
+        allowed = half_unit + ROUNDED_ONCE_NOISE * scale_of(want)
         assert ((got.double() - want).abs() <= allowed).all(), relative_error(got, want)
     else:
         bar = PLAIN_FLOAT64 if got.dtype == torch.float64 else FLOAT32
