@@ -203,7 +203,8 @@ def attention_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         scores = (q @ k.mT) * sizes.head**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return (weights @ v).transpose(0, 1)
+        out: Tensor = (weights @ v).transpose(0, 1)
+        return out
 
     def ours() -> object:
         return backward(lambda q, k, v: attention(q, k, v, boundaries), leaves, dout)

@@ -42,16 +42,17 @@ def make_dataset(prefix: Path, tokens: int, seed: int) -> TokenDataset:
 def cases(datasets: list[TokenDataset]) -> Iterator[tuple[str, Batches, int]]:
     """(name, batches, samples a microbatch)"""
     spans = [data.span() for data in datasets]
-    one, checked = spans[0], {"vocab_size": VOCAB}
+    one = spans[0]
     for length in (128, 1024, 4096):
-        yield f"one source, {length} tokens", Batches(one, length, 1, **checked), 4
+        yield f"one source, {length} tokens", Batches(one, length, 1, vocab_size=VOCAB), 4
     yield (
         "one source, 2048 tokens, document masks",
         Batches(one, 2048, 1, document_masks=True, vocab_size=VOCAB),
         4,
     )
     weights = [Fraction(weight) for weight in ("0.5", "0.3", "0.15", "0.04", "0.01")]
-    yield "five sources, 2048 tokens", Batches(spans, 2048, 1, weights=weights, **checked), 4
+    batches = Batches(spans, 2048, 1, weights=weights, vocab_size=VOCAB)
+    yield "five sources, 2048 tokens", batches, 4
     uneven = [Fraction(np.pi**-n) for n in range(5)]
     tight = [Fraction(n, 10**6) for n in (12278, 112399, 392837, 683864, 138691)]
     for name, weights in (("uneven", uneven), ("tight", tight)):  # by a tree, by halving

@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.checks.settings import require_valid, resolve
-from megalite.config.load import load_config
+from megalite.checks import open_run
 from megalite.errors import ConfigError, MegaliteError
+from megalite.layout.topology import Topology
 from megalite.process.launcher import Launch, read_launch
 
 _RUN = Path(__file__).resolve().with_name("mfu_run.py")
@@ -136,11 +136,8 @@ def measure(
 def check(options: argparse.Namespace, launch: Launch, path: str) -> None:
     """Raise MegaliteError for a config that cannot be measured here: in no time, without torch."""
     world_size = None if options.local else launch.world_size
-    loaded = load_config(path, options.set)
-    require_valid(loaded.config, world_size, loaded.origins)
-    config = resolve(loaded.config, world_size)
-    parallel = config.parallel
-    needed = parallel.tp * parallel.pp * (parallel.dp or 1)
+    config = open_run(path, options.set, world_size).config
+    needed = Topology.of(config.parallel).world_size
     if not options.local and needed != launch.world_size:
         raise ConfigError(
             f"the layout needs {needed} processes, this is {launch.world_size}; add --local, or "

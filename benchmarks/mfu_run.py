@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.checks.settings import require_valid, resolve
+from megalite.checks import open_run
 from megalite.config import RunConfig
-from megalite.config.load import load_config
 from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
@@ -56,13 +55,12 @@ class MeasuredTrainer(Trainer):
 def main(order: dict[str, Any]) -> int:
     """Start or be the ranks of one config; returns the exit code."""
     launch = Launch() if order["local"] else read_launch()
-    loaded = load_config(order["config"], order["settings"])
     world_size = None if order["local"] else launch.world_size
-    require_valid(loaded.config, world_size, loaded.origins)
-    config = for_measuring(resolve(loaded.config, world_size), order)
-    needed = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
+    run = open_run(order["config"], order["settings"], world_size)
+    config = for_measuring(run.config, order)
     if order["local"]:
         timeout_s = config.train.timeout_s
+        needed = Topology.of(config.parallel).world_size
         return run_local(measure, needed, (config, order), timeout_s=timeout_s)
     device = pick_device(launch)
     if launch.world_size == 1:
@@ -91,9 +89,7 @@ def for_measuring(config: RunConfig, order: dict[str, Any]) -> RunConfig:
 
 def measure(launch: Launch, device: torch.device, config: RunConfig, order: dict[str, Any]) -> int:
     """One rank: train for the warm-up and the steps that count; rank 0 writes the row."""
-    parallel = config.parallel
-    topology = Topology(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
-    mesh = Mesh(topology, device, timeout_s=config.train.timeout_s)
+    mesh = Mesh(Topology.of(config.parallel), device, timeout_s=config.train.timeout_s)
     mesh.create()
     if not order["data"] and mesh.rank == 0:
         write_tokens(config, order["warmup"] + order["steps"])

@@ -98,7 +98,7 @@ class SleepStage:
 
     def forward(self, input_tD: Tensor | None, micro_batch: Any) -> Tensor:
         x = self.embedding + 0 if input_tD is None else input_tD
-        y = _Sleep.apply(x, self.load, self.grads)
+        y: Tensor = _Sleep.apply(x, self.load, self.grads)
         return y.sum() if self.last else y
 
 

@@ -19,9 +19,8 @@ from statistics import median
 import torch
 
 from benchmarks.circumstances import append_row, circumstances
-from megalite.checks.settings import resolve
+from megalite.checks import open_run
 from megalite.config import RunConfig
-from megalite.config.load import load_config
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
 from megalite.pipeline import Boundary, PipelineRuntime
@@ -109,10 +108,9 @@ def main() -> None:
     parser.add_argument("--date", help="written into the row")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    loaded = load_config(str(_ROOT / "configs" / "quickstart.toml"), list(_SERIAL))
-    config = resolve(loaded.config)
+    config = open_run(_ROOT / "configs" / "quickstart.toml", _SERIAL).config
     ways = Ways(config, draw(config, options.micro_batches))
-    contenders = {
+    contenders: dict[str, Callable[[], None]] = {
         "plain": ways.plain,
         "engine": lambda: ways.through(ways.fused),
         "engine_split": lambda: ways.through(ways.split),

@@ -1,8 +1,8 @@
 """megalite.kernels: one function per operation.
 
-`select` gives the operations of a backend as one object, which model, loss and optimizer
-call; the functions are the reference path by themselves. Importing this package never imports
-triton.
+`select` returns the operations of a backend as one object, which model, loss and optimizer call.
+The functions exported here are the reference path in plain torch. Importing this package never
+imports triton.
 """
 
 from megalite.kernels.dispatch import Backend, select

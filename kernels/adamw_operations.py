@@ -1,8 +1,9 @@
-"""AdamW over flat runs and sums of squares, in the two forms that a set of kernels offers.
+"""AdamW over flat runs, and sums of squares: the interface that every set of kernels implements.
 
-A *plan* is made once from the runs and then called every step. Two questions tell a caller what is
-left to do around it: `takes_factor` (does it multiply gradients as it reads them, or expect them
-multiplied already) and `writes_low` (does it write the 16-bit copy of the weights, too).
+A *plan* is made once from the runs and then called every step. Two properties define the work that
+remains for the caller: `takes_factor` (the plan multiplies gradients by a factor as it reads them;
+otherwise the caller has multiplied them) and `writes_low` (the plan also writes the 16-bit copy of
+the weights).
 
 The rule, for weight w, gradient g and moments m, v, at update number t (from 1):
 
@@ -11,7 +12,7 @@ The rule, for weight w, gradient g and moments m, v, at update number t (from 1)
     w <- w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; decay is scaled by lr, as torch
-does.) Knows no ranks and no parameters.
+does.) Independent of ranks and of named parameters.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamWRun:
-    """A contiguous range of state whose elements share a rate scale and a decay.
+    """A contiguous range of state whose elements share a learning-rate scale and a decay.
 
-    All are 1-D and of equal length: weight (or master), gradient, moments, and the 16-bit copy of
-    the weight, or None. Weight and gradient have one type; moments have it, too, or are bfloat16.
-    `lr_scale` multiplies the step's rate.
+    All tensors are 1-D and of equal length: weight (or master weight), gradient, moments, and the
+    16-bit copy of the weight, or None. Weight and gradient have one type; moments have that type or
+    are bfloat16. `lr_scale` multiplies the step's learning rate.
     """
 
     weight: Tensor
@@ -43,7 +44,7 @@ class AdamWRun:
 
 
 class AdamWSettings(NamedTuple):
-    """What all runs share."""
+    """The hyperparameters that all runs share."""
 
     beta1: float
     beta2: float
@@ -55,25 +56,29 @@ class AdamWPlan(Protocol):
 
     @property
     def takes_factor(self) -> bool:
-        """Gradients are multiplied as they are read; otherwise `factor` must be 1."""
+        """True if gradients are multiplied as they are read; otherwise `factor` must be 1."""
         ...
 
     @property
     def writes_low(self) -> bool:
-        """`low` of every run gets the new weight, rounded."""
+        """True if `low` of every run gets the new weight, rounded."""
         ...
 
     def update(self, lr: float, num_updates: int, factor: float) -> None:
-        """One update with rate `lr`; `num_updates` is t, this update included."""
+        """Update all runs once with learning rate `lr`; `num_updates` is t, from 1."""
         ...
 
 
 class AdamWOperations(Protocol):
-    """What an optimizer needs of a set of kernels."""
+    """The operations of a set of kernels that an optimizer calls."""
 
-    def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan: ...
+    def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
+        """The plan that updates `runs` in place in every step."""
+        ...
 
-    def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor: ...
+    def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Sum of squares over all of some contiguous 1-D tensors of `device`: 0-d float64."""
+        ...
 
 
 def check_count(num_updates: int) -> None:

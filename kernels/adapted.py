@@ -1,8 +1,6 @@
-"""A set of operations with single ones taken from elsewhere: attention, RMSNorm, AdamW."""
+"""Kernels with single operations taken from other packages: attention, RMSNorm, AdamW."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -15,30 +13,30 @@ _OWN = "auto"
 def with_adapters(
     ops: Kernels, device: torch.device, attention: str, norm: str, adam: str
 ) -> Kernels:
-    """`ops` with the named adapters' methods in place of its own; "auto" leaves them.
+    """`ops`, with its operations replaced by those of the named packages; "auto" leaves its own.
 
-    Raises BackendError for a name that is not known, or an adapter that is not there.
+    Raises BackendError for a name that is not known, or a package that cannot be used here.
     """
-    taken: list[tuple[Any, tuple[str, ...]]] = []
+    # Each package is imported only if it is named: importing one may be slow, or may fail.
     if attention != _OWN:
         from megalite.kernels.others.attention import attention_adapter
 
-        taken.append((attention_adapter(attention, device), ("attention_mask", "attention")))
+        ops.attention_operations = attention_adapter(attention, device)
+
     for setting, choice in (("kernels.norm", norm), ("optimizer.adam", adam)):
         if choice not in (_OWN, "apex"):
             raise BackendError(f"{setting} is {choice!r}; allowed: auto, apex")
     if norm != _OWN:
         from megalite.kernels.others.apex import apex_rms_norm
 
-        taken.append((apex_rms_norm(device), ("rms_norm", "rms_norm_grad")))
+        ops.rms_norm_operations = apex_rms_norm(device)
     if adam != _OWN:
         from megalite.kernels.others.apex import apex_adamw
 
-        taken.append((apex_adamw(ops, device), ("adamw_plan",)))
-    for adapter, methods in taken:
-        for method in methods:
-            setattr(ops, method, getattr(adapter, method))
-    named = ((attention, "attention"), (norm, "norm"), (adam, "adam"))
-    others = [f"{what}={choice}" for choice, what in named if choice != _OWN]
+        ops.adamw_operations = apex_adamw(ops.adamw_operations, device)
+
+    # The name goes into the log and into checkpoints, which must show what computed the numbers.
+    named = (("attention", attention), ("norm", norm), ("adam", adam))
+    others = [f"{operation}={choice}" for operation, choice in named if choice != _OWN]
     ops.name = " ".join([ops.name, *others])
     return ops

@@ -1,4 +1,4 @@
-"""What the Triton launchers share: argument checks, grid sizes, launch options.
+"""Argument checks, grid sizes and launch options of the Triton launchers. Imports no triton.
 
 The kernels use plain triton.language: no atomics (results are the same bits on every run), no
 libdevice, no block pointers, no run-time tuning.
@@ -10,28 +10,30 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Contraction to fused multiply-adds is stated, because Triton's default for it changes.
+# Contraction to fused multiply-adds is set here, because Triton's default for it changes.
 OPTIONS = {"enable_fp_fusion": True}
 _PROGRAMS_OFF_GPU = 4  # persistent grids without a GPU (interpreter, ahead-of-time compilation)
 
 
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least n; 1 for n below 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
-    """Size of a persistent grid: a fixed number per device, so that sums keep their order."""
+    """Programs of a persistent grid: fixed for a device, so sums over them keep their order."""
     if device.type != "cuda":
         return _PROGRAMS_OFF_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
 
 
 def check_float(operation: str, **tensors: Tensor | None) -> None:
-    """Raise TypeError where a tensor is of no storage type the kernels take."""
+    """Raise TypeError if a tensor is not of a storage type that the kernels take."""
     for name, x in tensors.items():
         if x is not None and x.dtype not in FLOATS:
             raise TypeError(
@@ -41,21 +43,21 @@ def check_float(operation: str, **tensors: Tensor | None) -> None:
 
 
 def check_same(operation: str, what: str, **values: object) -> None:
-    """Raise ValueError where named values differ."""
+    """Raise ValueError if the named values differ; `what` names them in the message."""
     if len(set(values.values())) > 1:
         got = ", ".join(f"{name} has {value}" for name, value in values.items())
         raise ValueError(f"{operation}: {what} must be the same: {got}")
 
 
 def check_shape(operation: str, shape: tuple[int, ...], **tensors: Tensor | None) -> None:
-    """Raise ValueError where a tensor is not of this shape."""
+    """Raise ValueError if a tensor does not have this shape."""
     for name, x in tensors.items():
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(f"{operation}: {name} has shape {tuple(x.shape)}, expected {shape}")
 
 
 def check_last_contiguous(operation: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError where the last dimension has a stride: kernels read rows at a time."""
+    """Raise ValueError if the last dimension is not contiguous: kernels read rows at a time."""
     for name, x in tensors.items():
         if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(
@@ -65,10 +67,10 @@ def check_last_contiguous(operation: str, **tensors: Tensor | None) -> None:
 
 
 def rows_readable(x: Tensor) -> Tensor:
-    """x, or a copy where its last dimension has a stride (an expanded gradient has stride 0)."""
+    """x, or a copy if its last dimension is not contiguous (an expanded gradient has stride 0)."""
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def vector(x: Tensor | None) -> Tensor | None:
-    """x with its elements side by side, as kernels read it: a copy of an expanded or sliced one."""
+    """A vector x as kernels read it, contiguous: a copy if it is expanded or sliced."""
     return None if x is None else x.contiguous()

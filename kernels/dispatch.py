@@ -1,7 +1,7 @@
-"""Which operations to use: plain torch, Triton, or Triton in its interpreter.
+"""The choice of operations: plain torch, Triton, or Triton in its interpreter.
 
-The choice is made once, by whoever builds a model, and passed on as an object; nothing falls back
-to other numbers on the way. Importing this module never imports triton.
+The caller that builds a model chooses once and passes the operations on as an object; nothing falls
+back to another implementation later. Importing this module never imports triton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalite.kernels.triton.tables import table_hash
 
 Backend = Literal["auto", "triton", "reference", "interpret"]
 
-CAPABILITY = (8, 0)  # the oldest the kernels compile for
+CAPABILITY = (8, 0)  # the least compute capability that the kernels compile for
 _STORAGE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,10 +33,10 @@ def select(
 ) -> Kernels:
     """The operations of a backend on a device (CPU by default), for a model of a storage type.
 
-    auto: Triton on CUDA devices it compiles for, where it is installed and has the type; plain
-    torch elsewhere. interpret: Triton's interpreter, for tests. attention ("sdpa_flash",
-    "sdpa_cudnn", "fa3", "fa4"), norm and adam ("apex") take single operations from elsewhere. All
-    of it is there or refused. Raises BackendError.
+    backend: "auto" is Triton on CUDA devices it compiles for, if it is installed and takes the
+    type, and plain torch elsewhere; "interpret" is Triton's interpreter, for tests. attention
+    ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4"), norm and adam ("apex") take single operations from
+    other packages. Raises BackendError if any of them cannot be used.
     """
     where = _device(device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -59,7 +59,7 @@ def _backend(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
         return Kernels()
     reason = _obstacle(backend, device, dtype)
     if reason is None:
-        table_hash()  # reads the table: a broken one is refused here
+        table_hash()  # reads the table, so a broken one raises here and not in the first launch
         if backend == "interpret":
             from megalite.kernels.triton.interpreter_repairs import install
 
@@ -73,7 +73,7 @@ def _backend(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def _obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton cannot compute here, and what to change."""
+    """The reason why Triton cannot compute here, with what to change; None if it can."""
     if dtype not in _STORAGE:
         return f"its kernels take float32, bfloat16 and float16, not {dtype}; use reference"
     if backend != "interpret" and device.type != "cuda":
@@ -97,7 +97,10 @@ def _obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> str | N
 
 
 def _interpreted() -> bool:
-    """Raises BackendError where triton is there but broken: nothing slower takes its place."""
+    """True if triton runs kernels in its interpreter.
+
+    Raises BackendError if triton is installed but broken: falling back would only be slow.
+    """
     try:
         from triton import knobs
     except Exception as error:

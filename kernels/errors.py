@@ -1,10 +1,11 @@
-"""The error of a backend or an adapter that was asked for and cannot be had."""
+"""The error for a backend or an adapter that cannot be used."""
 
 from __future__ import annotations
 
 
 class BackendError(ValueError):
-    """What was asked for, what there is, what is allowed and what to change or to install.
+    """A backend or an adapter that was asked for cannot be used.
 
-    The trainer turns it into a ConfigError; this package knows no settings.
+    The message names what was asked for, what was found, what is allowed, and what to change or to
+    install. The trainer turns it into a ConfigError, which this package does not know.
     """

@@ -1,11 +1,11 @@
 """Every operation as a differentiable function: for models of your own, and for torch.compile.
 
 Each goes through a custom operator `torch.ops.megalite.*`, which torch.compile keeps whole. On CUDA
-they are Triton kernels, on CPU plain torch (`dispatch.select` says when). Shapes: T tokens, D
-columns, N query heads, K key/value heads, H head dim, V vocabulary; dims before D may be several.
-All raise TypeError and ValueError for what they do not take, the same on every device (`checks`);
+they are Triton kernels, on CPU plain torch (see `dispatch.select`). Shapes: T tokens, D columns,
+N query heads, K key/value heads, H head dim, V vocabulary; dims before D may be several. All raise
+TypeError and ValueError for arguments that they do not take, the same on every device (`checks`);
 strides may be any. Labels and positions outside their range raise ValueError on the CPU and give
-NaN on CUDA, where to look at them would be to wait.
+NaN on CUDA, where reading them would wait for the device.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def adamw_(
     """One AdamW update in place of flat tensors of one length; `low` gets the new weight, rounded.
 
     hyper: float32 [4] on the device = lr, 1 - beta1^t, 1 - beta2^t, factor of the gradient, for
-    update t from 1. weight: float32 (the master), or float64 with a float64 hyper; grad, moments
-    and low: any type of storage. weight_decay is scaled by lr, as torch.optim.AdamW does.
+    update t from 1. weight: float32 (the master weight), or float64 with a float64 hyper; grad,
+    moments and low: any storage type. weight_decay is scaled by lr, as torch.optim.AdamW does.
     """
     checks.check_tensor("adamw_", "hyper", hyper, checks.WIDE, (4,))
     library_optimizer.adamw_(
@@ -99,7 +99,7 @@ def sum_squares(x: Tensor) -> Tensor:
 
 
 def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in another floating type (float8 too), too large values becoming its largest.
+    """x * scale in another floating type (float8 too), saturated at its largest number.
 
     scale: one float32 on the device. NaN stays NaN; no gradient.
     """
@@ -108,7 +108,7 @@ def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[rows, columns] of any number of dims, each row's elements side by side."""
+    """The view [rows, columns] of any number of dims; a copy if rows are not contiguous."""
     if x.dim() != 2:
         x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     return rows_readable(x)
@@ -161,17 +161,17 @@ def gelu(h: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Tenso
 
 
 def rope(x_TNH: Tensor, cos_sh: Tensor, sin_sh: Tensor, position_T: Tensor | None = None) -> Tensor:
-    """Every head of x[T, N, H] turned by its token's position: position_T[t], or t mod s.
+    """Every head of x[T, N, H] rotated by its token's position: position_T[t], or t mod s.
 
     cos_sh, sin_sh: tables [s, R/2] of `megalite.kernels.rope_tables`, float32; elements from R on
-    are copied. position_T: int32 or int64, below s. Without it T <= s, or whole sequences of s.
+    are copied. position_T: int32 or int64, below s. Without it T <= s, or T is a multiple of s.
     """
     checks.check_rope(x_TNH, cos_sh, sin_sh, position_T)
     return library_pointwise.rope(x_TNH, cos_sh, sin_sh, position_T, False)
 
 
 def dropout(x_TD: Tensor, key: tuple[int, int], p: float, first_token: int = 0) -> Tensor:
-    """x / (1 - p) where kept, else 0; the mask is a function of (key, first_token + t, column)."""
+    """x / (1 - p) where kept, else 0; the mask is a function of key, first_token + t, column."""
     checks.check_dropout(x_TD, key, p)
     return library_pointwise.dropout(rows_readable(x_TD), *key, p, first_token)
 
@@ -183,8 +183,8 @@ def attention(
 
     `document_intervals` makes masks of packed documents, causal or not, with a window or not; the
     sequences of a batch are documents in a row. N is a multiple of the number of k's heads. lse
-    has no gradient. scale: of the scores, 1 / sqrt(H) by default. The CPU makes the whole matrix of
-    scores; on CUDA H is 16, 32, 64, 80, 96, 128 or 256.
+    has no gradient. scale: the factor of the scores, 1 / sqrt(H) by default. On the CPU all scores
+    are in memory at once; on CUDA H is 16, 32, 64, 80, 96, 128 or 256.
     """
     checks.check_attention(q_TNH, k_SKH, v_SKH, mask, scale)
     mask = mask.cut(len(q_TNH), len(k_SKH))
@@ -204,10 +204,11 @@ def cross_entropy(
 ) -> Tensor:
     """loss[T], float32 (float64 for float64 logits): weight * (lse - target + z_loss * lse^2).
 
-    label_T: int64. Labels equal to ignore_index lose nothing. vocab_size: the true vocabulary where
-    columns are padded; smoothing is over it. Neither summed nor divided: weigh each token by one
-    over the number of tokens that count, or take `.sum()` over that number.
+    label_T: int64. A label equal to ignore_index has loss 0. vocab_size: the true vocabulary if
+    columns are padded; smoothing is over it. For the mean, divide `.sum()` by the number of tokens
+    that are not ignored, or give each token one over that number as its weight.
     """
+    # The checks below read the shape, so the logits come first.
     checks.check_tensor(
         "cross_entropy", "logits", logits_TV, checks.FLOATS, ("tokens", "vocabulary")
     )
@@ -223,6 +224,7 @@ def cross_entropy(
         smoothing=smoothing,
         vocab_size=size,
     )
+
     return library_loss.cross_entropy(
         rows_readable(logits_TV), label_T, weight_T, ignore_index, z_loss, smoothing, size
     )[0]
@@ -240,7 +242,8 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """`cross_entropy` of x @ weight^T with at most chunk_tokens rows of logits alive at a time."""
+    """`cross_entropy` of x @ weight^T with at most chunk_tokens rows of logits in memory."""
+    # The checks further down read the shapes of x and weight, so those two come first.
     name = "linear_cross_entropy"
     checks.check_tensor(name, "x", x_TD, checks.FLOATS, ("tokens", "columns"))
     matrix = ("vocabulary", x_TD.shape[1])
@@ -258,6 +261,7 @@ def linear_cross_entropy(
         smoothing=smoothing,
         vocab_size=size,
     )
+
     return library_loss.linear_cross_entropy(
         x_TD, weight_VD, label_T, weight_T, ignore_index, z_loss, smoothing, size, chunk_tokens
     )[0]
@@ -266,7 +270,8 @@ def linear_cross_entropy(
 def expert_rows(expert_TK: Tensor, num_experts: int) -> RowMap:
     """The map that sorts copies of tokens by expert, stably and on the device.
 
-    expert_TK: int32 or int64 [T, K], each token's experts; one outside 0 ... E - 1 drops the copy.
+    expert_TK: int32 or int64 [T, K], each token's experts; an index outside 0 ... E - 1 drops the
+    copy.
     """
     checks.check_tensor("expert_rows", "expert", expert_TK, checks.INDEX)
     return RowMap(*library_moe.expert_rows(expert_TK, num_experts))

@@ -1,8 +1,8 @@
-"""What an image needs beside its torch: read from pyproject.toml, by the Dockerfile.
+"""The packages that an image needs beside its torch, read from pyproject.toml for the Dockerfile.
 
-requirements.py pins                      what the base has of torch's world, pinned to itself
-requirements.py needed [--extra A,B]      dependencies without torch and triton
-requirements.py check --needs-torch 0|1   whether torch is there, new enough, and untouched
+requirements.py pins                      print pins of torch and its relatives in the base image
+requirements.py needed [--extra A,B]      print the dependencies without torch and triton
+requirements.py check --needs-torch 0|1   fail if torch is too old, or missing but needed
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
-# The base image's own builds: replacing one of them breaks the others.
+# Packages that a base image builds to fit each other: replacing one of them breaks the others.
 _KEPT = re.compile(r"(pytorch[_-])?(torch|triton|apex|nvidia|transformer[_-]engine|flash[_-]attn)")
 
 _PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def pins() -> list[str]:
-    """`name==version` of every installed package that must stay."""
+    """`name==version` of every installed package that must not be replaced."""
     found = {str(d.metadata["Name"]): d.version for d in distributions() if d.metadata["Name"]}
     return sorted(f"{name}=={at}" for name, at in found.items() if _KEPT.match(name.lower()))
 
 
 def needed(extras: list[str]) -> list[str]:
-    """Requirements of megalite and some of its extras, without what the image must bring."""
+    """Requirements of megalite and some of its extras, without the packages of the base image."""
     project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"]]
     for extra in extras:
@@ -35,7 +35,7 @@ def needed(extras: list[str]) -> list[str]:
 
 
 def check(needs_torch: bool) -> str | None:
-    """What is wrong with this Python's torch, or None."""
+    """The reason why this Python's torch cannot be used; None if it can."""
     project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]
     wanted = next(r for r in project["dependencies"] if r.startswith("torch>="))
     try:
@@ -48,6 +48,7 @@ def check(needs_torch: bool) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, int]:
+    """Major and minor version in a version or a requirement."""
     major, minor = re.findall(r"\d+", text)[:2]
     return int(major), int(minor)
 

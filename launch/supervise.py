@@ -1,12 +1,13 @@
-"""What becomes of a Slurm job after an attempt: done, requeue, or stop with a reason.
+"""The decision about a Slurm job after an attempt: done, requeue, or stop with a reason.
 
 pretrain.sbatch calls it on the job's first node. It reads the run folder and the logs of the nodes
-and knows neither torch nor megalite. A job's attempts are lines of `attempts.jsonl` in its folder.
+and imports neither torch nor megalite. A job's attempts are lines of `attempts.jsonl` in its
+folder.
 
-    supervise.py folder < SETTINGS        the run folder, from `megalite train --print-config`
-    supervise.py begin RUN LOGS ATTEMPT   note where the attempt starts
+    supervise.py folder < SETTINGS        print the run folder, from `megalite train --print-config`
+    supervise.py begin RUN LOGS ATTEMPT   record the step from which the attempt starts
     supervise.py end RUN LOGS ATTEMPT CODE SIGNAL
-                                          print why; exit code 0 is done, 75 requeue, else stop
+                                          print a reason; exit code 0 is done, 75 requeue, else stop
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import re
 import sys
 from pathlib import Path
 
-REQUEUE = 75  # EX_TEMPFAIL: what a rank that saved on a signal leaves with
+REQUEUE = 75  # EX_TEMPFAIL: the exit code of a rank that saved on a signal
 USER_ERROR = 2
 
-# Attempts in a row without a new checkpoint before a job is given up.
+# Attempts in a row without a new checkpoint after which the job is stopped.
 STRIKES = 2
 
 _SETTING = re.compile(r'^(name|out)\s+("(?:[^"\\]|\\.)*")')
@@ -29,29 +30,32 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def run_folder(settings: str) -> Path:
-    """The run folder that `--print-config` shows. Raises KeyError if it shows none."""
-    found = {
+    """The run folder in the output of `--print-config`. Raises KeyError if there is none."""
+    found: dict[str, str] = {
         m[1]: json.loads(m[2]) for line in settings.splitlines() if (m := _SETTING.match(line))
     }
     return Path(found["out"]) / found["name"]
 
 
 def newest_step(run: Path) -> int:
-    """Step of the newest finished checkpoint, -1 if there is none."""
+    """The step of the newest finished checkpoint; -1 if there is none."""
     folder = run / "checkpoints"
     names = [path.name for path in folder.glob("step-*/") if (path / "manifest.json").is_file()]
     return max((int(m[1]) for name in names if (m := _STEP.fullmatch(name))), default=-1)
 
 
 def begin(run: Path, logs: Path, attempt: int) -> None:
-    """Note the newest checkpoint before an attempt."""
+    """Append a line for an attempt to attempts.jsonl, with its newest checkpoint's step."""
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "attempts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"attempt": attempt, "from_step": newest_step(run)}) + "\n")
 
 
 def end(run: Path, logs: Path, attempt: int, code: int, signal: str) -> tuple[int, str]:
-    """Verdict on an attempt whose srun ended with `code`; `signal` is the batch script's, or ""."""
+    """(exit code, reason) after an attempt whose srun ended with `code`.
+
+    signal: the name of the signal that the batch script got, or "".
+    """
     step = newest_step(run)
     if code == 0:
         return 0, f"finished; newest checkpoint: {_named(step)}"
@@ -71,9 +75,9 @@ def end(run: Path, logs: Path, attempt: int, code: int, signal: str) -> tuple[in
 
 
 def idle_attempts(logs: Path, step: int) -> int:
-    """How many of the job's last attempts started from what is still the newest checkpoint.
+    """The number of last attempts that started from the checkpoint that is still the newest.
 
-    One that Slurm itself requeued, as its node failed, counts too.
+    An attempt that Slurm itself requeued, because a node failed, counts too.
     """
     lines = (logs / "attempts.jsonl").read_text(encoding="utf-8").splitlines()
     starts = [json.loads(line)["from_step"] for line in lines]
@@ -81,7 +85,7 @@ def idle_attempts(logs: Path, step: int) -> int:
 
 
 def user_errors(folder: Path) -> list[str]:
-    """The "error:" lines in an attempt's logs, each once: mistakes that are the user's to fix."""
+    """The "error:" lines in an attempt's logs, each once: mistakes that the user must fix."""
     found: dict[str, None] = {}
     for log in sorted(folder.glob("*.log")):
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -91,6 +95,7 @@ def user_errors(folder: Path) -> list[str]:
 
 
 def _named(step: int) -> str:
+    """A checkpoint's step for a message."""
     return "none" if step < 0 else f"step {step}"
 
 

@@ -33,10 +33,10 @@ class CheckpointError(MegaliteError):
 class ScheduleError(MegaliteError):
     """A pipeline schedule that is not valid: names rank, index and action.
 
-    `place`: that rank and index where the fault is one action's.
+    `position`: that rank and index, where one action is at fault.
     """
 
-    place: tuple[int, int] | None = None
+    position: tuple[int, int] | None = None
 
 
 class PlanError(MegaliteError):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gate.cases import Case, Shape, grads, leaf
+from benchmarks.gate.cases import Case, Shape, Shapes, grads, leaf
 from benchmarks.gate.device import Gate, Inputs
 from megalite.kernels import dropout_mask
 from megalite.kernels.plain.intervals import Intervals, document_intervals
@@ -50,14 +49,14 @@ def run(i: Inputs) -> Sequence[Tensor]:
     return attention_forward(i["q"], i["k"], i["v"], i["mask"], drop=i["drop"])
 
 
-def run_backward(i: Inputs, **tiles: Any) -> Sequence[Tensor]:
+def run_backward(i: Inputs) -> Sequence[Tensor]:
     stats = attention_delta(i["o"], i["do"], i["lse"])
-    return attention_backward(
-        i["do"], i["q"], i["k"], i["v"], stats, i["mask"], drop=i["drop"], **tiles
-    )
+    return attention_backward(i["do"], i["q"], i["k"], i["v"], stats, i["mask"], drop=i["drop"])
 
 
-def attend64(q: Tensor, k: Tensor, v: Tensor, mask: Intervals, drop: Drop | None) -> Any:
+def attend64(
+    q: Tensor, k: Tensor, v: Tensor, mask: Intervals, drop: Drop | None
+) -> tuple[Tensor, Tensor]:
     """(o[T, N, H], lse[N, T]) with all scores at once."""
     tokens, heads, head_dim = q.shape
     group = heads // k.shape[1]
@@ -82,14 +81,14 @@ def want(i: Inputs) -> Sequence[Tensor]:
 
 
 def want_backward(i: Inputs) -> Sequence[Tensor]:
-    leaves = [leaf(i[name]) for name in ("q", "k", "v")]
-    o, _ = attend64(*leaves, i["mask"], i["drop"])
-    return grads([o], [i["do"]], leaves)
+    q, k, v = (leaf(i[name]) for name in ("q", "k", "v"))
+    o, _ = attend64(q, k, v, i["mask"], i["drop"])
+    return grads([o], [i["do"]], [q, k, v])
 
 
 def flops(i: Inputs) -> float:
     """Two products over the pairs that the mask leaves, with half of the diagonal's share."""
-    shape = i["shape"]
+    shape: Shape = i["shape"]
     length = shape["T"] // max(1, shape["B"])
     full = 4.0 * shape["T"] * length * shape["N"] * shape["H"]
     return full / 2 if shape["C"] else full
@@ -100,34 +99,37 @@ def backward_flops(i: Inputs) -> float:
     return 2.5 * flops(i)
 
 
-def case(head_dim: int, changes: dict[str, int], label: str, dtypes: Sequence[torch.dtype]) -> list:
+def cases(
+    head_dim: int, changes: dict[str, int], label: str, dtypes: Sequence[torch.dtype]
+) -> list[Case]:
     """Both directions at a head dim: small and odd, two documents, one long one."""
     small = {**SMALL, "H": head_dim, **changes}
     checked = [small, {**small, "T": 1024, "B": 2, "N": 8, "K": 2},
                {**small, "T": 2048, "B": 1, "N": 4, "K": 4}]  # fmt: skip
     timed = {"T": 8192, "B": 1, "N": 32, "K": 8, "H": head_dim, "W": 0, "C": 1, "p": 0} | changes
     dry = [{**small, "T": 37, "N": 2}]
-    shared = {"checked": checked, "timed": timed, "dry": dry, "dtypes": dtypes}
+    shapes = Shapes(checked, timed, dry)
     name = f"attention {head_dim}{label}"
     return [
-        Case(name, f"attention forward {head_dim}{label}", make, run, want, flops, **shared),
+        Case(name, f"attention forward {head_dim}{label}", make, run, want, flops, shapes,
+             dtypes=dtypes),
         Case(f"{name} grad", f"attention backward {head_dim}{label}", make_backward, run_backward,
-             want_backward, backward_flops, backward=True, **shared),
+             want_backward, backward_flops, shapes, backward=True, dtypes=dtypes),
     ]  # fmt: skip
 
 
 ALL = (torch.bfloat16, torch.float16, torch.float32)
 BF16 = (torch.bfloat16,)
 CASES: list[Case] = [
-    *case(128, {}, "", ALL),
-    *case(64, {}, "", ALL),
-    *case(128, {"W": 200}, " window", BF16),
-    *case(128, {"C": 0}, " both ways", BF16),
-    *case(128, {"p": 1}, " dropout", BF16),
-    *case(256, {}, "", BF16),
-    *case(96, {}, "", BF16),
-    *case(80, {}, "", ALL),
-    *case(32, {}, "", BF16),
-    *case(16, {}, "", ALL),
+    *cases(128, {}, "", ALL),
+    *cases(64, {}, "", ALL),
+    *cases(128, {"W": 200}, " window", BF16),
+    *cases(128, {"C": 0}, " both ways", BF16),
+    *cases(128, {"p": 1}, " dropout", BF16),
+    *cases(256, {}, "", BF16),
+    *cases(96, {}, "", BF16),
+    *cases(80, {}, "", ALL),
+    *cases(32, {}, "", BF16),
+    *cases(16, {}, "", ALL),
 ]
 TIMED = {"attention 128", "attention 64", "attention 128 dropout", "attention 256", "attention 96"}

@@ -20,13 +20,22 @@ from megalite.kernels.triton.cast import scale_cast
 from megalite.kernels.triton.dropout import dropout
 from megalite.kernels.triton.gelu import gelu_backward_, gelu_forward
 from megalite.kernels.triton.norm import column_sum, norm_backward, norm_forward
-from megalite.kernels.triton.rope import rope_
+from megalite.kernels.triton.rope import rotate_heads_
 from megalite.kernels.triton.swiglu import swiglu_backward_, swiglu_forward
 
 Shape = Mapping[str, int]
 Make = Callable[[Gate, Shape, torch.dtype, int], Inputs]
 EPS = 1e-5
 KEY, P = (0x12345678, 0x9ABCDEF0), 0.1
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The input shapes of a case: three to check at, small and odd first, one to time, dry ones."""
+
+    checked: Sequence[Shape]
+    timed: Shape
+    dry: Sequence[Shape]
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,7 @@ class Case:
     run: Callable[[Inputs], Sequence[Tensor]]  # may overwrite its inputs
     want: Callable[[Inputs], Sequence[Tensor]]
     work: Callable[[Inputs], float]
-    checked: Sequence[Shape]  # three, small and odd first
-    timed: Shape
-    dry: Sequence[Shape]
+    shapes: Shapes
     backward: bool = False
     check: Callable[[Inputs], Sequence[Tensor]] | None = None  # in place of `run`, not timed
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +59,9 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().double().requires_grad_()
 
 
-def grads(outputs: Sequence[Tensor], douts: Sequence[Tensor], leaves: Sequence[Tensor]) -> list:
+def grads(
+    outputs: Sequence[Tensor], douts: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> list[Tensor]:
     """Gradients of float64 leaves, given those of the outputs."""
     return list(torch.autograd.grad(outputs, leaves, [d.double() for d in douts]))
 
@@ -136,7 +145,8 @@ def want_norm_grad(center: bool) -> Callable[[Inputs], Sequence[Tensor]]:
 
 def norm_bytes(i: Inputs) -> float:
     """Two tensors of [T, D] read and two written; or three and one."""
-    return 4.0 * i["dy"].numel() * i["dy"].element_size()
+    dy: Tensor = i["dy"]
+    return 4.0 * dy.numel() * dy.element_size()
 
 
 # --- activations ---------------------------------------------------------------------------------
@@ -206,7 +216,7 @@ def make_rope(gate: Gate, shape: Shape, dtype: torch.dtype, seed: int) -> Inputs
 
 def run_rope(i: Inputs) -> Sequence[Tensor]:
     heads = i["x"][:, :, :-1]  # the last of a group is the value, which does not turn
-    rope_(heads, i["cos"], i["sin"])
+    rotate_heads_(heads, i["cos"], i["sin"])
     return [i["x"]]
 
 
@@ -255,54 +265,54 @@ def _rows(*pairs: tuple[int, int], names: str = "TD") -> list[Shape]:
     return [dict(zip(names, pair, strict=True)) for pair in pairs]
 
 
-NORM = {
-    "checked": _rows((37, 1000), (513, 4096), (1025, 16384)),
-    "timed": {"T": 8192, "D": 4096},
-    "dry": _rows((3, 37), (5, 64)),
-}
-WIDE = {
-    "checked": _rows((37, 1001), (513, 1408), (1024, 14336), names="Tf"),
-    "timed": {"T": 8192, "f": 14336},
-    "dry": _rows((2, 37), (3, 64), names="Tf"),
-}
-ROPE = {
-    "checked": [
+NORM = Shapes(
+    checked=_rows((37, 1000), (513, 4096), (1025, 16384)),
+    timed={"T": 8192, "D": 4096},
+    dry=_rows((3, 37), (5, 64)),
+)
+WIDE = Shapes(
+    checked=_rows((37, 1001), (513, 1408), (1024, 14336), names="Tf"),
+    timed={"T": 8192, "f": 14336},
+    dry=_rows((2, 37), (3, 64), names="Tf"),
+)
+ROPE = Shapes(
+    checked=[
         {"T": 36, "K": 2, "G": 3, "H": 64, "s": 12},
         {"T": 512, "K": 8, "G": 6, "H": 128},
         {"T": 2048, "K": 1, "G": 9, "H": 80, "s": 1024},
     ],
-    "timed": {"T": 8192, "K": 8, "G": 6, "H": 128},
-    "dry": [{"T": 4, "K": 2, "G": 3, "H": 16, "s": 2}],
-}
-FLAT = {
-    "checked": [{"n": 1003}, {"n": 1 << 20}, {"n": (1 << 24) + 16}],
-    "timed": {"n": 1 << 28},
-    "dry": [{"n": 1003}],
-}
+    timed={"T": 8192, "K": 8, "G": 6, "H": 128},
+    dry=[{"T": 4, "K": 2, "G": 3, "H": 16, "s": 2}],
+)
+FLAT = Shapes(
+    checked=[{"n": 1003}, {"n": 1 << 20}, {"n": (1 << 24) + 16}],
+    timed={"n": 1 << 28},
+    dry=[{"n": 1003}],
+)
 
 CASES = [
     Case("rms_norm", "elementwise", make_norm, run_norm(False), want_norm(False), norm_bytes,
-         **NORM),
+         NORM),
     Case("rms_norm_grad", "norm backward", make_norm_backward(False), run_norm_grad(False),
-         want_norm_grad(False), norm_bytes, backward=True, **NORM),
+         want_norm_grad(False), norm_bytes, NORM, backward=True),
     Case("layer_norm", "elementwise", make_norm, run_norm(True), want_norm(True), norm_bytes,
-         **NORM),
+         NORM),
     Case("layer_norm_grad", "norm backward", make_norm_backward(True), run_norm_grad(True),
-         want_norm_grad(True), norm_bytes, backward=True, **NORM),
+         want_norm_grad(True), norm_bytes, NORM, backward=True),
     Case("swiglu", "elementwise", make_swiglu, lambda i: [swiglu_forward(i["h"])],
-         lambda i: [swiglu64(i["h"].double())], times_bytes("h", 1.5), **WIDE),
+         lambda i: [swiglu64(i["h"].double())], times_bytes("h", 1.5), WIDE),
     Case("swiglu_grad", "elementwise", make_swiglu, run_swiglu_grad, want_swiglu_grad,
-         times_bytes("h", 2.5), backward=True, **WIDE),
+         times_bytes("h", 2.5), WIDE, backward=True),
     Case("gelu", "elementwise", make_gelu, run_gelu,
-         lambda i: [gelu64(i["h"].double(), i["bias"].double())], times_bytes("h", 2), **WIDE),
+         lambda i: [gelu64(i["h"].double(), i["bias"].double())], times_bytes("h", 2), WIDE),
     Case("gelu_grad", "elementwise", make_gelu, run_gelu_grad, want_gelu_grad,
-         times_bytes("h", 3), backward=True, **WIDE),
+         times_bytes("h", 3), WIDE, backward=True),
     Case("rope", "elementwise", make_rope, run_rope, want_rope,
-         lambda i: 2.0 * i["x"][:, :, :-1].numel() * i["x"].element_size(), **ROPE),
+         lambda i: 2.0 * i["x"][:, :, :-1].numel() * i["x"].element_size(), ROPE),
     Case("dropout", "elementwise", make_rows, lambda i: [dropout(i["x"], KEY, P, 7)], want_dropout,
-         times_bytes("x", 2), **NORM),
+         times_bytes("x", 2), NORM),
     Case("cast_bf16", "elementwise", make_cast(torch.bfloat16), run_cast, want_cast, cast_bytes,
-         dtypes=(torch.float32,), **FLAT),
+         FLAT, dtypes=(torch.float32,)),
     Case("cast_e4m3", "elementwise", make_cast(torch.float8_e4m3fn), run_cast, want_cast,
-         cast_bytes, dtypes=(torch.float32, torch.bfloat16), **FLAT),
+         cast_bytes, FLAT, dtypes=(torch.float32, torch.bfloat16)),
 ]  # fmt: skip

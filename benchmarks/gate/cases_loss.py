@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gate.cases import FLAT, Case, Shape, grads, leaf, times_bytes
+from benchmarks.gate.cases import FLAT, Case, Shape, Shapes, grads, leaf, times_bytes
 from benchmarks.gate.device import Gate, Inputs
 from megalite.kernels.triton.adamw import adamw_, sum_squares
 from megalite.kernels.triton.cross_entropy import (
@@ -131,22 +131,22 @@ def run_squares(i: Inputs) -> Sequence[Tensor]:
     return [sum_squares(i["x"], i["x"].new_empty(1, dtype=torch.float32))]
 
 
-LOGITS = {
-    "checked": [{"T": 37, "V": 1003}, {"T": 257, "V": 32000}, {"T": 512, "V": 128256}],
-    "timed": {"T": 8192, "V": 128256},
-    "dry": [{"T": 3, "V": 77}],
-}
+LOGITS = Shapes(
+    checked=[{"T": 37, "V": 1003}, {"T": 257, "V": 32000}, {"T": 512, "V": 128256}],
+    timed={"T": 8192, "V": 128256},
+    dry=[{"T": 3, "V": 77}],
+)
 BOTH = (torch.bfloat16, torch.float32)
 CASES = [
     Case("cross_entropy", "loss", make_logits, run_stats, want_stats, times_bytes("logits", 1),
-         **LOGITS),
+         LOGITS),
     Case("cross_entropy_grad", "loss", make_logits, run_grad, want_grad, times_bytes("logits", 2),
-         backward=True, **LOGITS),
+         LOGITS, backward=True),
     Case("cross_entropy_shards", "loss", make_logits, run_loss, want_loss, times_bytes("logits", 3),
-         backward=True, **LOGITS),
-    Case("adamw", "adamw", make_adamw, run_adamw, want_adamw, adamw_bytes, check=check_adamw,
-         dtypes=BOTH, **FLAT),
+         LOGITS, backward=True),
+    Case("adamw", "adamw", make_adamw, run_adamw, want_adamw, adamw_bytes, FLAT, check=check_adamw,
+         dtypes=BOTH),
     Case("sum_squares", "elementwise", make_flat, run_squares,
          lambda i: [i["x"].double().square().sum()[None]],
-         lambda i: float(i["x"].numel() * i["x"].element_size()), dtypes=BOTH, **FLAT),
+         lambda i: float(i["x"].numel() * i["x"].element_size()), FLAT, dtypes=BOTH),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.gate.cases import Case, Shape
+from benchmarks.gate.cases import Case, Shape, Shapes
 from benchmarks.gate.device import Gate, Inputs
 from megalite.kernels.plain import moe as reference_moe
 from megalite.kernels.triton.grouped_gemm import (
@@ -92,31 +92,33 @@ def grad_bytes(i: Inputs) -> float:
 
 
 def product_flops(i: Inputs) -> float:
-    rows, (_, out, columns) = len(i["x"]), i["weight"].shape
-    return 2.0 * rows * out * columns
+    x: Tensor = i["x"]
+    weight: Tensor = i["weight"]
+    _, out, columns = weight.shape
+    return 2.0 * len(x) * out * columns
 
 
-ROWS = {
-    "checked": [
+ROWS = Shapes(
+    checked=[
         {"T": 37, "K": 2, "E": 5, "D": 40, "F": 24},
         {"T": 512, "K": 8, "E": 16, "D": 512, "F": 256},
         {"T": 2048, "K": 8, "E": 128, "D": 2048, "F": 768},
     ],
-    "timed": {"T": 8192, "K": 8, "E": 128, "D": 2048, "F": 768},
-    "dry": [{"T": 5, "K": 2, "E": 3, "D": 16, "F": 24}],
-}
+    timed={"T": 8192, "K": 8, "E": 128, "D": 2048, "F": 768},
+    dry=[{"T": 5, "K": 2, "E": 3, "D": 16, "F": 24}],
+)
 CASES = [
     Case("expert_rows", "", make_rows, run_experts, want_experts,
-         lambda i: 3.0 * i["expert"].numel() * 4, dtypes=(torch.bfloat16,), **ROWS),
+         lambda i: 3.0 * i["expert"].numel() * 4, ROWS, dtypes=(torch.bfloat16,)),
     Case("permute", "elementwise", make_rows, lambda i: [permute(i["x"], i["rows"])],
-         lambda i: [reference_moe.permute(i["x"], i["rows"])], moved_bytes, **ROWS),
+         lambda i: [reference_moe.permute(i["x"], i["rows"])], moved_bytes, ROWS),
     Case("unpermute", "elementwise", make_rows,
          lambda i: [unpermute(i["y"], i["rows"], i["weight"])], want_unpermute, moved_bytes,
-         **ROWS),
+         ROWS),
     Case("unpermute_grad", "elementwise", make_rows, run_unpermute_grad, want_unpermute_grad,
-         grad_bytes, backward=True, **ROWS),
+         grad_bytes, ROWS, backward=True),
     Case("grouped_linear", "grouped product", make_products, run_linear, want_linear,
-         product_flops, **ROWS),
+         product_flops, ROWS),
     Case("grouped_linear_grad", "grouped product", make_products, run_linear_grad,
-         want_linear_grad, lambda i: 2 * product_flops(i), backward=True, **ROWS),
+         want_linear_grad, lambda i: 2 * product_flops(i), ROWS, backward=True),
 ]  # fmt: skip

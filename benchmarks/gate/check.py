@@ -33,8 +33,8 @@ def first_checks(cases: Sequence[Case], dry: bool) -> Iterator[Check]:
     """What to check first. A dry run takes the dry shapes, each in one type of several."""
     for index, case in enumerate(cases):
         if not dry:
-            yield case, case.checked[1], case.dtypes[0]
-        for shape in case.dry if dry else ():
+            yield case, case.shapes.checked[1], case.dtypes[0]
+        for shape in case.shapes.dry if dry else ():
             yield case, shape, case.dtypes[index % len(case.dtypes)]
 
 
@@ -43,10 +43,13 @@ def other_checks(cases: Sequence[Case], dry: bool) -> Iterator[Check]:
     if dry:
         return
     for case in cases:
-        yield from ((case, shape, case.dtypes[0]) for shape in (case.checked[0], case.checked[2]))
+        yield from (
+            (case, shape, case.dtypes[0])
+            for shape in (case.shapes.checked[0], case.shapes.checked[2])
+        )
     for case in cases:
         for dtype in case.dtypes[1:]:
-            yield from ((case, shape, dtype) for shape in case.checked[:2])
+            yield from ((case, shape, dtype) for shape in case.shapes.checked[:2])
 
 
 def run(gate: Gate, share: tuple[int, int] = (0, 1)) -> None:
@@ -58,8 +61,8 @@ def run(gate: Gate, share: tuple[int, int] = (0, 1)) -> None:
     run_checks(gate, list(first_checks(cases, gate.dry)))
     for case in cases:
         if gate.left_s > 0 and not gate.dry and is_timed(case):
-            with gate.guarded({"kernel": case.name, "shape": dict(case.timed)}):
-                case.run(case.make(gate, case.timed, case.dtypes[0], 0))
+            with gate.guarded({"kernel": case.name, "shape": dict(case.shapes.timed)}):
+                case.run(case.make(gate, case.shapes.timed, case.dtypes[0], 0))
     run_checks(gate, list(other_checks(cases, gate.dry)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,12 @@ _COMPILE_S = 15.0  # left of the part, for a rival that compiles
 def ceilings(gate: Gate) -> dict[str, float]:
     """Rate of a copy in TB/s and of a bfloat16 product in TFLOP/s."""
     elements, side = (1 << 12, 64) if gate.dry else (1 << 30, 8192)
-    make = lambda seed: {  # noqa: E731
-        "from": gate.draw(elements, dtype=torch.bfloat16, seed=seed),
-        "to": torch.empty(elements, dtype=torch.bfloat16, device=gate.device),
-    }
-    seconds = gate.time_s(lambda i: i["to"].copy_(i["from"]), gate.input_sets(make))
+
+    def buffers(seed: int) -> Inputs:
+        source = gate.draw(elements, dtype=torch.bfloat16, seed=seed)
+        return {"from": source, "to": torch.empty_like(source)}
+
+    seconds = gate.time_s(lambda i: i["to"].copy_(i["from"]), gate.input_sets(buffers))
     found = {"copy_tb_per_s": 4 * elements / seconds / 1e12}
     gate.free()
 
@@ -60,7 +62,7 @@ def rates(gate: Gate) -> None:
         if late(gate, case.name):
             continue
         with gate.guarded({"kernel": case.name, "shape": dict(shape)}):
-            sets = gate.input_sets(lambda seed, c=case, s=shape: c.make(gate, s, c.dtypes[0], seed))
+            sets = gate.input_sets(partial(case.make, gate, shape, case.dtypes[0]))
             seconds[case.name] = gate.time_s(case.run, sets)
             gate.emit(rate_row(gate, case, sets[0], seconds[case.name]))
     for case in cases:
@@ -69,7 +71,7 @@ def rates(gate: Gate) -> None:
 
 
 def timed_shape(gate: Gate, case: Case) -> Shape:
-    return case.dry[0] if gate.dry else case.timed
+    return case.shapes.dry[0] if gate.dry else case.shapes.timed
 
 
 def late(gate: Gate, name: str) -> bool:
@@ -107,7 +109,7 @@ def rivals(gate: Gate, case: Case, ours_s: float) -> None:
         try:
             gate.require(_COMPILE_S if "compile" in name and not gate.dry else 0.0, name)
             call = make(gate.dry)
-            sets = gate.input_sets(lambda seed: case.make(gate, shape, case.dtypes[0], seed))
+            sets = gate.input_sets(partial(case.make, gate, shape, case.dtypes[0]))
             seconds = gate.time_s(call, sets)
             gate.emit({**row, "ms": seconds * 1e3, "ours_times_faster": seconds / ours_s})
         except Late as error:
@@ -140,7 +142,7 @@ def launch_calls(gate: Gate) -> dict[str, Callable[[], object]]:
     for name, shape in small.items():
         case = cases[name]
         inputs = case.make(gate, shape, case.dtypes[0], 0)
-        calls[name] = lambda run=case.run, i=inputs: run(i)
+        calls[name] = partial(case.run, inputs)
     x, weight = gate.draw(8, 256), gate.draw(256)
     calls["torch F.rms_norm"] = lambda: F.rms_norm(x, (256,), weight, 1e-5)
     return calls

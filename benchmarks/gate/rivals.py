@@ -20,11 +20,11 @@ Call = Callable[[Inputs], object]
 EPS = 1e-5
 
 
-def eager(forward: Callable[..., Tensor], *names: str) -> Callable[[bool], Call]:
+def eager(forward: Callable[..., object], *names: str) -> Callable[[bool], Call]:
     return lambda dry: lambda i: forward(*(i[name] for name in names))
 
 
-def compiled(forward: Callable[..., Tensor], *names: str) -> Callable[[bool], Call]:
+def compiled(forward: Callable[..., object], *names: str) -> Callable[[bool], Call]:
     def make(dry: bool) -> Call:
         quick = _compile(forward, dry)
         return lambda i: quick(*(i[name] for name in names))
@@ -143,10 +143,11 @@ def sdpa(kind: SDPBackend, grad: bool, impl: str | None = None) -> Callable[[boo
     """torch's attention on one kernel; impl: a flash-attention package that torch can switch to."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, shape: Mapping[str, int]) -> Tensor:
-        batch = [x.unflatten(0, (max(1, shape["B"]), -1)).transpose(1, 2) for x in (q, k, v)]
+        batch = (x.unflatten(0, (max(1, shape["B"]), -1)).transpose(1, 2) for x in (q, k, v))
+        query, key, value = batch
         with sdpa_kernel(kind):
             return F.scaled_dot_product_attention(
-                *batch, is_causal=bool(shape["C"]), enable_gqa=q.shape[1] != k.shape[1],
+                query, key, value, is_causal=bool(shape["C"]), enable_gqa=q.shape[1] != k.shape[1],
                 dropout_p=0.1 if shape["p"] else 0.0,
             ).transpose(1, 2).flatten(0, 1)  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gate.device import Gate, Late, Row
-from megalite.checks.settings import require_valid, resolve
+from megalite.checks import check_and_resolve
 from megalite.config import (
     DataConfig,
     KernelsConfig,
@@ -82,8 +82,7 @@ def config_of(gate: Gate, length: int, backend: str) -> RunConfig:
         ),
         kernels=KernelsConfig(backend=backend),  # type: ignore[arg-type]
     )
-    require_valid(config, 1)
-    return resolve(config, 1)
+    return check_and_resolve(config, 1)
 
 
 def batches_of(gate: Gate, config: RunConfig, step: int) -> list[TokenBatch]:

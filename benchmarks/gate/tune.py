@@ -22,59 +22,35 @@ from benchmarks.gate.cases import Case, Shape
 from benchmarks.gate.check import all_cases, error
 from benchmarks.gate.device import Gate, Inputs, Late, Row, copied, describe
 from megalite.kernels.triton import (
-    adamw as triton_adamw,
-)
-from megalite.kernels.triton import (
-    attention as triton_attention,
-)
-from megalite.kernels.triton import (
-    attention_tiles as triton_attention_tiles,
-)
-from megalite.kernels.triton import (
-    cast as triton_cast,
-)
-from megalite.kernels.triton import (
-    cross_entropy as triton_cross_entropy,
-)
-from megalite.kernels.triton import (
-    dropout as triton_dropout,
-)
-from megalite.kernels.triton import (
-    gelu as triton_gelu,
-)
-from megalite.kernels.triton import (
-    grouped_gemm as triton_grouped_gemm,
-)
-from megalite.kernels.triton import (
-    moe_permute as triton_moe_permute,
-)
-from megalite.kernels.triton import (
-    norm as triton_norm,
-)
-from megalite.kernels.triton import (
-    rope as triton_rope,
-)
-from megalite.kernels.triton import (
-    swiglu as triton_swiglu,
-)
-from megalite.kernels.triton import (
+    adamw,
+    attention,
+    attention_tiles,
+    cast,
+    cross_entropy,
+    dropout,
+    gelu,
+    grouped_gemm,
+    moe_permute,
+    norm,
+    rope,
+    swiglu,
     tables,
 )
 from tests.tolerances import KERNEL_BACKWARD
 
 LAUNCHERS = (
-    triton_adamw,
-    triton_attention,
-    triton_attention_tiles,
-    triton_cast,
-    triton_cross_entropy,
-    triton_dropout,
-    triton_gelu,
-    triton_grouped_gemm,
-    triton_moe_permute,
-    triton_norm,
-    triton_rope,
-    triton_swiglu,
+    adamw,
+    attention,
+    attention_tiles,
+    cast,
+    cross_entropy,
+    dropout,
+    gelu,
+    grouped_gemm,
+    moe_permute,
+    norm,
+    rope,
+    swiglu,
 )
 BETTER = 1.02  # how much faster a candidate must be
 Use = dict[str, Any]
@@ -200,7 +176,7 @@ def tune(gate: Gate) -> None:
 
 def sweep_one(gate: Gate, sweep: Sweep, case: Case) -> tuple[Use, str] | None:
     """The fastest candidate and why it was chosen; None where the shipped one stays."""
-    shape: Shape = case.dry[0] if gate.dry else {**case.timed, **sweep.shape}
+    shape: Shape = case.shapes.dry[0] if gate.dry else {**case.shapes.timed, **sweep.shape}
     sets = gate.input_sets(lambda seed: case.make(gate, shape, case.dtypes[0], seed))
     fresh = copied(sets[0])  # timing overwrites what works in place
     expected = [x.clone() for x in case.run(copied(fresh))]

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalite.checks.settings import require_valid, resolve
+from megalite.checks import check_and_resolve
 from megalite.config import (
     DataConfig,
     ModelConfig,
@@ -83,8 +83,7 @@ def config_of(layout: Layout, micro_batch: int) -> RunConfig:
         data=DataConfig(seq_length=SEQ_LENGTH),
         train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, micro_batch=micro_batch),
     )
-    require_valid(config, layout.topology.world_size)
-    return resolve(config, layout.topology.world_size)
+    return check_and_resolve(config, layout.topology.world_size)
 
 
 def step_tokens(step: int) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.library import custom_op
 
 from megalite.kernels.operators.checks import check_sides
-from megalite.kernels.operators.common import new_stats, ops_of, stated_types
+from megalite.kernels.operators.common import new_stats, operator, ops_of, stated_types
 from megalite.kernels.plain.intervals import Intervals
 
 
-@custom_op("megalite::attention", mutates_args=())
+@operator("megalite::attention")
 def attention(
     q_TNH: Tensor,
     k_SKH: Tensor,
@@ -43,7 +42,7 @@ def _(
     return q_TNH.new_empty(q_TNH.shape), new_stats(q_TNH, heads, tokens)
 
 
-@custom_op("megalite::attention_grad", mutates_args=())
+@operator("megalite::attention_grad")
 def attention_grad(
     do_TNH: Tensor,
     q_TNH: Tensor,
@@ -57,7 +56,7 @@ def attention_grad(
     key_up: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); o and lse of the whole softmax, so that chunks of keys can be summed."""
+    """(dq, dk, dv); o and lse of the whole softmax, so gradients over chunks of keys add up."""
     mask = Intervals(lo, up, key_lo, key_up)
     with stated_types(q_TNH):
         return ops_of(q_TNH).interval_attention_grad(
@@ -79,4 +78,8 @@ def _(
     key_up: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in (q_TNH, k_SKH, v_SKH))  # type: ignore[return-value]
+    return (
+        q_TNH.new_empty(q_TNH.shape),
+        k_SKH.new_empty(k_SKH.shape),
+        v_SKH.new_empty(v_SKH.shape),
+    )

@@ -1,6 +1,7 @@
-"""Gradients of the custom operators: what each keeps, and which operator is its backward.
+"""Gradients of the custom operators: the tensors that each keeps, and its backward operator.
 
-Importing this module registers them.
+`_keep_NAME` saves the tensors of a call of NAME, `_NAME` is its backward. Importing this module
+registers them.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 
 def _attention(ctx: Any, do: Tensor, _dlse: Tensor) -> Grads:
-    grads = library_attention.attention_grad(do, *ctx.saved_tensors, ctx.scale)
+    q, k, v, o, lse, lo, up, key_lo, key_up = ctx.saved_tensors
+    grads = library_attention.attention_grad(do, q, k, v, o, lse, lo, up, key_lo, key_up, ctx.scale)
     return *grads, None, None, None, None, None
 
 
@@ -150,10 +152,12 @@ def _keep_linear_cross_entropy(
 
 def _linear_cross_entropy(ctx: Any, dloss: Tensor, _dlse: Tensor) -> Grads:
     x, matrix, label, lse, weight = ctx.saved_tensors
+    ignore_index, z_loss, smoothing, vocab_size, chunk_tokens = ctx.options
     wanted = ctx.needs_input_grad[1]
     dx, dmatrix = library_loss.linear_cross_entropy_grad(
-        x, matrix, label, lse, dloss, weight, *ctx.options, wanted
-    )
+        x, matrix, label, lse, dloss, weight,
+        ignore_index, z_loss, smoothing, vocab_size, chunk_tokens, wanted,
+    )  # fmt: skip
     return dx, _cast(dmatrix, matrix) if wanted else None, None, None, None, None, None, None, None
 
 

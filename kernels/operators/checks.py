@@ -1,8 +1,8 @@
-"""What the functions of `functional` take, checked before anything reaches a kernel.
+"""Checks of the arguments of `functional`, made before anything reaches a kernel.
 
-Only what the host knows is looked at: types, shapes, devices and numbers, never values on a GPU.
-Values of CPU tensors cost no wait, so those are looked at where a wrong one would go unnoticed, in
-the operators' bodies (`check_indices`, `check_adamw`).
+They read what the host has: types, shapes, devices and numbers, never values on a GPU, which would
+wait for it. Values of CPU tensors are checked too where a wrong one would go unnoticed, in the
+operators' bodies (`check_indices`, `check_adamw`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from megalite.kernels.plain import dropout
 from megalite.kernels.plain.dropout import Key
-from megalite.kernels.plain.dropout import check_dropout as check_mask_of
 from megalite.kernels.plain.intervals import Intervals
 from megalite.kernels.plain.moe import RowMap
 
@@ -24,7 +24,7 @@ FLOATS = (*STORAGE, torch.float64)
 WIDE = (torch.float32, torch.float64)
 INDEX = (torch.int64, torch.int32)
 
-Shape = tuple[int | str | None, ...]  # None, or what is counted there: any size
+Shape = tuple[int | str | None, ...]  # any size for None, and for a string, which names the dim
 
 
 def check_tensor(
@@ -36,6 +36,7 @@ def check_tensor(
     like: Tensor | None = None,
 ) -> None:
     """Raise TypeError, ValueError unless x has one of these types, this shape, `like`'s device."""
+    # The type first: everything below is an attribute of a tensor.
     if not isinstance(x, Tensor):
         raise TypeError(f"{operation}: {name} is a {type(x).__name__}, expected a tensor")
     if x.dtype not in types:
@@ -43,6 +44,7 @@ def check_tensor(
         raise TypeError(f"{operation}: {name} is {x.dtype}, expected {allowed}; cast it")
     if x.layout != torch.strided:
         raise TypeError(f"{operation}: {name} is {x.layout}, expected dense; pass .to_dense()")
+
     if shape is not None and x.shape != shape and not _fits(x.shape, shape):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{operation}: {name} has shape {tuple(x.shape)}, expected ({sizes})")
@@ -50,8 +52,9 @@ def check_tensor(
         raise ValueError(
             f"{operation}: {name} is on {x.device}, the first tensor on {like.device}; move one"
         )
+
+    # Without a rule of its own torch takes a tangent of zeros, and the result would be wrong.
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        # torch would go on with a tangent of zeros
         raise ValueError(
             f"{operation}: {name} carries a forward-mode tangent (jvp), which has no rule here; "
             "use backward, or torch.autograd.grad"
@@ -59,6 +62,7 @@ def check_tensor(
 
 
 def _fits(sizes: tuple[int, ...], shape: Shape) -> bool:
+    """True if the sizes are as many as those of `shape`, and equal where it gives a number."""
     if len(sizes) != len(shape):
         return False
     for got, want in zip(sizes, shape, strict=True):
@@ -75,16 +79,16 @@ def check_rows_of(operation: str, name: str, x: Tensor) -> None:
 
 
 def parameter_types(x: Tensor) -> Sequence[torch.dtype]:
-    """Types of what goes with x but may be stored otherwise: float64 only with float64."""
+    """Types that another tensor than x may have, such as a weight: float64 only if x has it."""
     return FLOATS if x.dtype == torch.float64 else STORAGE
 
 
 def check_range(
-    operation: str, name: str, value: object, low: float, high: float, *, last: bool = False
+    operation: str, name: str, value: float, low: float, high: float, *, last: bool = False
 ) -> None:
-    """Raise TypeError, ValueError unless low <= value < high, or <= high where it is the last."""
+    """Raise TypeError, ValueError unless low <= value < high; with `last` high is allowed, too."""
     try:
-        inside = low <= value < high or (last and value == high)  # type: ignore[operator]
+        inside = low <= value < high or (last and value == high)
     except TypeError as error:
         raise TypeError(f"{operation}: {name} is {value!r}, expected a number") from error
     if not inside:  # NaN is inside nothing
@@ -94,7 +98,7 @@ def check_range(
 
 
 def check_no_gradient(operation: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError where a tensor asks for a gradient that the operation does not compute."""
+    """Raise ValueError if a tensor requires a gradient that the operation does not compute."""
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -107,7 +111,7 @@ def check_no_gradient(operation: str, **tensors: Tensor | None) -> None:
 
 
 def check_norm(operation: str, x: Tensor, eps: float, **params: Tensor) -> None:
-    """Raise TypeError, ValueError for what a norm over the last dim does not take."""
+    """Raise TypeError, ValueError for arguments that a norm over the last dim does not take."""
     check_rows_of(operation, "x", x)
     if x.shape[-1] == 0:
         raise ValueError(f"{operation}: x has shape {tuple(x.shape)}, expected columns to norm")
@@ -117,26 +121,26 @@ def check_norm(operation: str, x: Tensor, eps: float, **params: Tensor) -> None:
 
 
 def check_residual(operation: str, x: Tensor, residual: Tensor) -> None:
-    """Raise TypeError, ValueError unless it is of x's shape, type and device."""
+    """Raise TypeError, ValueError unless the residual has x's shape, type and device."""
     check_tensor(operation, "residual", residual, (x.dtype,), tuple(x.shape), x)
 
 
 def check_swiglu(h: Tensor) -> None:
-    """Raise TypeError, ValueError."""
+    """Raise TypeError, ValueError unless h is floating point with an even number of columns."""
     check_rows_of("swiglu", "h", h)
     if h.shape[-1] % 2:
         raise ValueError(f"swiglu: h has {h.shape[-1]} columns, expected an even number: gate | up")
 
 
 def check_gelu(h: Tensor, bias_f: Tensor | None) -> None:
-    """Raise TypeError, ValueError."""
+    """Raise TypeError, ValueError unless h is floating point and the bias has its columns."""
     check_rows_of("gelu", "h", h)
     if bias_f is not None:
         check_tensor("gelu", "bias", bias_f, parameter_types(h), (h.shape[-1],), h)
 
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor | None) -> None:
-    """Raise TypeError, ValueError."""
+    """Raise TypeError, ValueError for heads, tables or positions that do not fit each other."""
     check_tensor("rope", "x", x, FLOATS, ("tokens", "heads", "head dim"))
     check_tensor("rope", "cos", cos, WIDE, ("positions", "pairs"), x)
     check_tensor("rope", "sin", sin, (cos.dtype,), tuple(cos.shape), x)
@@ -156,13 +160,13 @@ def check_rope(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor | None) -> 
 
 
 def check_dropout(x: Tensor, key: Key, p: float) -> None:
-    """Raise TypeError, ValueError."""
+    """Raise TypeError, ValueError unless x is a matrix and p and key make a mask."""
     check_tensor("dropout", "x", x, FLOATS, ("tokens", "columns"))
-    check_mask_of(p, key)
+    dropout.check_dropout(p, key)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Intervals, scale: float | None) -> None:
-    """Raise TypeError, ValueError."""
+    """Raise TypeError, ValueError for heads, a mask or a scale that attention does not take."""
     check_tensor("attention", "q", q, FLOATS, ("tokens", "heads", "head dim"))
     queries, heads, head_dim = q.shape
     check_tensor("attention", "k", k, (q.dtype,), ("keys", "heads", head_dim), q)
@@ -186,7 +190,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Intervals, scale: flo
 
 
 def check_sides(mask: Intervals) -> None:
-    """Raise ValueError where a mask on a CPU is not the same by queries and by keys."""
+    """Raise ValueError if a mask on a CPU differs by queries and by keys."""
     if mask.lo.device.type != "cpu":
         return
     query, key = torch.arange(len(mask.lo))[:, None], torch.arange(len(mask.key_lo))
@@ -202,7 +206,7 @@ def check_sides(mask: Intervals) -> None:
 
 
 def check_scale(scale: float) -> None:
-    """Raise ValueError unless scores' scale is a finite number above 0."""
+    """Raise ValueError unless the scale of scores is a finite number above 0."""
     if not 0.0 < scale < math.inf:
         raise ValueError(f"attention: scale={scale}, expected a positive number")
 
@@ -218,7 +222,10 @@ def check_loss(
     smoothing: float,
     vocab_size: int,
 ) -> None:
-    """Raise TypeError, ValueError for labels, weights and numbers of a loss over such logits."""
+    """Raise TypeError, ValueError for labels, weights or numbers that a loss does not take.
+
+    rows: the logits, or the tensor they are made of; columns: the number of columns of the logits.
+    """
     tokens = len(rows)
     if not 1 <= vocab_size <= columns:
         raise ValueError(f"{operation}: vocab_size={vocab_size}, expected 1 to {columns} (columns)")
@@ -233,9 +240,10 @@ def check_loss(
 def check_indices(
     operation: str, name: str, index: Tensor, size: int, ignored: int | None = None
 ) -> None:
-    """Raise ValueError where an index on a CPU is not 0 to size - 1; elsewhere that would wait.
+    """Raise ValueError if an index on a CPU is outside 0 ... size - 1 and not `ignored`.
 
-    For bodies of operators, which never see traced or batched tensors.
+    Other devices are not read, as that would wait. For bodies of operators, which never see traced
+    or batched tensors.
     """
     if index.device.type != "cpu" or not index.numel():
         return
@@ -254,7 +262,7 @@ def check_indices(
 
 
 def check_map(operation: str, rows: RowMap, like: Tensor) -> tuple[int, int]:
-    """(T, K) of a map. Raise TypeError, ValueError unless it is one, on `like`'s device."""
+    """(T, K) of a map. Raises TypeError, ValueError unless it is one, on `like`'s device."""
     if not isinstance(rows, RowMap):
         raise TypeError(
             f"{operation}: rows is a {type(rows).__name__}, expected what expert_rows gives"
@@ -266,7 +274,7 @@ def check_map(operation: str, rows: RowMap, like: Tensor) -> tuple[int, int]:
 
 
 def check_row_values(operation: str, row_TK: Tensor) -> None:
-    """Raise ValueError where a map on a CPU does not hold each row once."""
+    """Raise ValueError if a map on a CPU does not hold each row once."""
     if row_TK.device.type != "cpu" or not row_TK.numel():
         return
     position = row_TK.where(row_TK >= 0, -1 - row_TK).flatten().long()
@@ -281,7 +289,7 @@ def check_row_values(operation: str, row_TK: Tensor) -> None:
 
 
 def check_offsets(operation: str, offset_E1: Tensor, num_rows: int) -> None:
-    """Raise ValueError where offsets on a CPU do not rise from 0 to at most the number of rows."""
+    """Raise ValueError if offsets on a CPU do not rise from 0 to at most the number of rows."""
     if offset_E1.device.type != "cpu":
         return
     offsets = offset_E1.tolist()
@@ -305,7 +313,8 @@ def check_adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Raise TypeError, ValueError."""
+    """Raise TypeError, ValueError for tensors or numbers that AdamW does not take."""
+    # The weight first: it gives the length and the types that the others must have.
     check_tensor("adamw_", "weight", weight, WIDE, ("elements",))
     size, types = (len(weight),), parameter_types(weight)
     check_tensor("adamw_", "grad", grad, types, size, weight)
@@ -317,10 +326,12 @@ def check_adamw(
     for x in (weight, grad, exp_avg, exp_avg_sq, low):
         if x is not None and not x.is_contiguous():
             raise ValueError(f"adamw_: a tensor has stride {x.stride(0)}, expected flat buffers")
+
     check_range("adamw_", "beta1", beta1, 0.0, 1.0)
     check_range("adamw_", "beta2", beta2, 0.0, 1.0)
     check_range("adamw_", "eps", eps, 0.0, math.inf)
     check_range("adamw_", "weight_decay", weight_decay, 0.0, math.inf)
+    # Bias corrections of update 0 divide by zero. On a GPU, reading them would wait.
     if hyper.device.type == "cpu" and not bool((hyper[1:3] > 0).all()):
         raise ValueError(
             f"adamw_: hyper holds bias corrections of {hyper[1:3].tolist()}, expected above 0: the "
@@ -332,14 +343,13 @@ CAST_TYPES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    """Raise TypeError, ValueError."""
+    """Raise TypeError, ValueError for types or a scale that a cast does not take."""
     check_tensor("scale_cast", "x", x, FLOATS)
-    check_tensor(
-        "scale_cast", "scale", scale, WIDE if x.dtype == torch.float64 else WIDE[:1], like=x
-    )
+    scale_types = WIDE if x.dtype == torch.float64 else (torch.float32,)
+    check_tensor("scale_cast", "scale", scale, scale_types, like=x)
     if scale.numel() != 1:
         raise ValueError(f"scale_cast: scale has shape {tuple(scale.shape)}, expected one number")
-    if dtype not in CAST_TYPES or (dtype == torch.float64 != x.dtype):
+    if dtype not in CAST_TYPES or (dtype == torch.float64 and x.dtype != torch.float64):
         allowed = ", ".join(str(each).removeprefix("torch.") for each in CAST_TYPES)
         raise TypeError(
             f"scale_cast: from {x.dtype} to {dtype}, expected {allowed}, float64 only from float64"

@@ -1,6 +1,6 @@
 """Losses as custom operators: cross entropy of logits, and fused with the product that makes them.
 
-Both are of one rank's whole vocabulary; a vocabulary split over ranks goes through
+Both are over a whole vocabulary on one rank; a vocabulary split over ranks goes through
 `tensor_parallel.cross_entropy`, which calls the same kernels around its collective.
 """
 
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megalite.kernels.operators.checks import check_indices
-from megalite.kernels.operators.common import new_stats, ops_of, stated_types
+from megalite.kernels.operators.common import new_stats, operator, ops_of, stated_types
 
 
 def _unchecked(label_T: Tensor, vocab_size: int) -> int | None:
-    """What bounds labels that `check_indices` could not look at."""
+    """The bound for labels that `check_indices` did not read, None if it did."""
     return None if label_T.device.type == "cpu" else vocab_size
 
 
-@custom_op("megalite::cross_entropy", mutates_args=())
+@operator("megalite::cross_entropy")
 def cross_entropy(
     logits_TV: Tensor,
     label_T: Tensor,
@@ -59,7 +58,7 @@ def _(
     return new_stats(logits_TV, tokens), new_stats(logits_TV, tokens)
 
 
-@custom_op("megalite::cross_entropy_grad", mutates_args=())
+@operator("megalite::cross_entropy_grad")
 def cross_entropy_grad(
     logits_TV: Tensor,
     label_T: Tensor,
@@ -102,7 +101,7 @@ def _(
     return torch.empty_like(logits_TV)
 
 
-@custom_op("megalite::linear_cross_entropy", mutates_args=())
+@operator("megalite::linear_cross_entropy")
 def linear_cross_entropy(
     x_TD: Tensor,
     weight_VD: Tensor,
@@ -116,6 +115,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(loss[T], log-sum-exp[T]) of logits x @ weight^T, `chunk_tokens` rows of them at a time."""
     check_indices("linear_cross_entropy", "label", label_T, vocab_size, ignore_index)
+
+    # Only the statistics of a chunk stay: its logits are freed before the next chunk's are made.
     ops = ops_of(x_TD)
     chunks = zip(x_TD.split(chunk_tokens), label_T.split(chunk_tokens), strict=True)
     with stated_types(x_TD):
@@ -126,6 +127,7 @@ def linear_cross_entropy(
             )
             for x, label in chunks
         ]  # fmt: skip
+
     return ops.cross_entropy_combine(
         torch.cat(stats).unsqueeze(0),
         label_T,
@@ -151,7 +153,7 @@ def _(
     return new_stats(x_TD, len(x_TD)), new_stats(x_TD, len(x_TD))
 
 
-@custom_op("megalite::linear_cross_entropy_grad", mutates_args=())
+@operator("megalite::linear_cross_entropy_grad")
 def linear_cross_entropy_grad(
     x_TD: Tensor,
     weight_VD: Tensor,
@@ -166,12 +168,14 @@ def linear_cross_entropy_grad(
     chunk_tokens: int,
     with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dx[T, D], dweight[V, D] in the summing type); computes each chunk's logits again.
+    """(dx[T, D], dweight[V, D] in the summing type); computes the logits of each chunk again.
 
-    with_weight: of a matrix that wants no gradient, dweight has no elements.
+    with_weight: False if the matrix requires no gradient; dweight then has no elements.
     """
     ops, shape = ops_of(x_TD), weight_VD.shape if with_weight else (0,)
     dx_TD, dweight_VD = torch.empty_like(x_TD), new_stats(x_TD, *shape).zero_()
+
+    # The gradient overwrites a chunk's logits, which are the only large tensor in memory.
     with stated_types(x_TD):
         for start in range(0, len(x_TD), chunk_tokens):
             here = slice(start, start + chunk_tokens)

@@ -1,7 +1,7 @@
 """Rows of experts and their products as custom operators; shapes as in `plain.moe`.
 
-Unlike the others' gradients, these are made of the operators themselves: permute and unpermute are
-each other's.
+Their gradients are registered here and not in `autograd`, as they are these operators themselves:
+the gradient of permute is unpermute, and the reverse.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megalite.kernels.arguments import rows_readable
 from megalite.kernels.operators.checks import check_offsets, check_row_values
-from megalite.kernels.operators.common import new_stats, ops_of, ops_of_index, stated_types
+from megalite.kernels.operators.common import (
+    new_stats,
+    operator,
+    ops_of,
+    ops_of_index,
+    stated_types,
+)
 from megalite.kernels.plain.moe import RowMap
 
 Grads = tuple[Tensor | None, ...]
 
 
-@custom_op("megalite::expert_rows", mutates_args=())
+@operator("megalite::expert_rows")
 def expert_rows(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(row[T, K], offset[E + 1]), int32: the map that sorts copies of tokens by expert."""
     row_TK, offset_E1 = ops_of_index(expert_TK).expert_rows(expert_TK, num_experts)
@@ -33,7 +38,7 @@ def _(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return row_TK, expert_TK.new_empty(num_experts + 1, dtype=torch.int32)
 
 
-@custom_op("megalite::permute", mutates_args=())
+@operator("megalite::permute")
 def permute(x_TD: Tensor, row_TK: Tensor, offset_E1: Tensor) -> Tensor:
     """y[R, D]: each copy of a token in its row."""
     check_row_values("permute", row_TK)
@@ -45,7 +50,7 @@ def _(x_TD: Tensor, row_TK: Tensor, offset_E1: Tensor) -> Tensor:
     return x_TD.new_empty(row_TK.numel(), x_TD.shape[1])
 
 
-@custom_op("megalite::unpermute", mutates_args=())
+@operator("megalite::unpermute")
 def unpermute(y_RD: Tensor, row_TK: Tensor, offset_E1: Tensor, weight_TK: Tensor | None) -> Tensor:
     """out[T, D]: the sum of a token's rows, times its router weights."""
     check_row_values("unpermute", row_TK)
@@ -57,7 +62,7 @@ def _(y_RD: Tensor, row_TK: Tensor, offset_E1: Tensor, weight_TK: Tensor | None)
     return y_RD.new_empty(len(row_TK), y_RD.shape[1])
 
 
-@custom_op("megalite::unpermute_grad", mutates_args=())
+@operator("megalite::unpermute_grad")
 def unpermute_grad(
     dout_TD: Tensor, y_RD: Tensor, row_TK: Tensor, offset_E1: Tensor, weight_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -73,7 +78,7 @@ def _(
     return y_RD.new_empty(y_RD.shape), weight_TK.new_empty(weight_TK.shape)
 
 
-@custom_op("megalite::grouped_linear", mutates_args=())
+@operator("megalite::grouped_linear")
 def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, offset_E1: Tensor) -> Tensor:
     """y[R, F] = x @ weight[e]^T for the rows of each expert e."""
     check_offsets("grouped_linear", offset_E1, len(x_RD))
@@ -86,7 +91,7 @@ def _(x_RD: Tensor, weight_EFD: Tensor, offset_E1: Tensor) -> Tensor:
     return x_RD.new_empty(len(x_RD), weight_EFD.shape[1])
 
 
-@custom_op("megalite::grouped_linear_grad", mutates_args=())
+@operator("megalite::grouped_linear_grad")
 def grouped_linear_grad(
     dy_RF: Tensor, x_RD: Tensor, weight_EFD: Tensor, offset_E1: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -107,7 +112,8 @@ def _keep_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _permute(ctx: Any, dy_RD: Tensor) -> Grads:
-    return unpermute(rows_readable(dy_RD), *ctx.saved_tensors, None), None, None
+    row_TK, offset_E1 = ctx.saved_tensors
+    return unpermute(rows_readable(dy_RD), row_TK, offset_E1, None), None, None
 
 
 def _keep_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

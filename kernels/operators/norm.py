@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from megalite.kernels.operators.common import new_stats, ops_of
+from megalite.kernels.operators.common import new_stats, operator, ops_of
 
 
-@custom_op("megalite::rms_norm", mutates_args=())
+@operator("megalite::rms_norm")
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y[T, D], rstd[T, 1])."""
     y_TD, _, rstd_T1 = ops_of(x_TD).rms_norm(x_TD, weight_D, eps)
@@ -21,7 +20,7 @@ def _(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x_TD.new_empty(x_TD.shape), new_stats(x_TD, len(x_TD), 1)
 
 
-@custom_op("megalite::add_rms_norm", mutates_args=())
+@operator("megalite::add_rms_norm")
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +36,7 @@ def _(
     return y_TD, torch.empty_like(y_TD), new_stats(x_TD, len(x_TD), 1)
 
 
-@custom_op("megalite::rms_norm_grad", mutates_args=())
+@operator("megalite::rms_norm_grad")
 def rms_norm_grad(
     dy_TD: Tensor, s_TD: Tensor, weight_D: Tensor, rstd_T1: Tensor, ds_TD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,7 @@ def _(
     return s_TD.new_empty(s_TD.shape), new_stats(s_TD, s_TD.shape[1])
 
 
-@custom_op("megalite::layer_norm", mutates_args=())
+@operator("megalite::layer_norm")
 def layer_norm(
     x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +66,7 @@ def _(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tenso
     return x_TD.new_empty(x_TD.shape), new_stats(x_TD, tokens, 1), new_stats(x_TD, tokens, 1)
 
 
-@custom_op("megalite::add_layer_norm", mutates_args=())
+@operator("megalite::add_layer_norm")
 def add_layer_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,7 +82,7 @@ def _(
     return y_TD, torch.empty_like(y_TD), new_stats(x_TD, tokens, 1), new_stats(x_TD, tokens, 1)
 
 
-@custom_op("megalite::layer_norm_grad", mutates_args=())
+@operator("megalite::layer_norm_grad")
 def layer_norm_grad(
     dy_TD: Tensor,
     s_TD: Tensor,

@@ -1,16 +1,15 @@
-"""The optimizer's passes over flat memory as custom operators."""
+"""The optimizer's passes over flat memory, and casts, as custom operators."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megalite.kernels.operators import checks
-from megalite.kernels.operators.common import ops_of
+from megalite.kernels.operators.common import operator, ops_of
 
 
-@custom_op("megalite::adamw_", mutates_args=("weight", "exp_avg", "exp_avg_sq", "low"))
+@operator("megalite::adamw_", mutates_args=("weight", "exp_avg", "exp_avg_sq", "low"))
 def adamw_(
     weight: Tensor,
     grad: Tensor,
@@ -53,7 +52,7 @@ def _(
     return None
 
 
-@custom_op("megalite::sum_squares", mutates_args=())
+@operator("megalite::sum_squares")
 def sum_squares(x: Tensor) -> Tensor:
     """Sum of squares of a tensor, in a fixed order: float64, 0-d."""
     checks.check_tensor("sum_squares", "x", x, checks.FLOATS)
@@ -65,9 +64,9 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float64)
 
 
-@custom_op("megalite::scale_cast", mutates_args=())
+@operator("megalite::scale_cast")
 def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in another type, values beyond its largest becoming it; NaN stays NaN."""
+    """x * scale in another type, saturated at its largest number; NaN stays NaN."""
     checks.check_cast(x, scale, dtype)
     return ops_of(x).scale_cast(x.contiguous(), scale, dtype)
 

@@ -1,4 +1,4 @@
-"""NVIDIA's apex: FusedAdam as an update, and RMSNorm, in the shapes of this package.
+"""NVIDIA's apex: FusedAdam as an `AdamWPlan`, and its RMSNorm as `RMSNormOperations`.
 
 Shapes: T tokens, D model.
 """
@@ -26,9 +26,10 @@ from megalite.kernels.others.probe import apex_attribute
 class ApexAdamW:
     """An `AdamWPlan` by apex.optimizers.FusedAdam over the runs' own float32 weights.
 
-    Its own master weights (which need capturable=True) are not used: ours are what it updates. The
-    number of updates and the moments are ours, too: both are handed to it before each step and
-    taken back after it, so that checkpoints, ZeRO and resumes see the same state as ever.
+    FusedAdam's own master weights (which need capturable=True) are not used: it updates the runs'.
+    The number of updates and the moments also belong to the runs: both are passed to FusedAdam
+    before each step and read back after it, so checkpoints, ZeRO and resumes work as with the other
+    plans. Raises BackendError unless weights, gradients and moments are float32.
     """
 
     takes_factor = False
@@ -44,6 +45,8 @@ class ApexAdamW:
                     f"{run.weight.dtype}, {run.grad.dtype} and {run.exp_avg.dtype}; set "
                     "optimizer.moment_dtype=float32, or optimizer.adam=fused"
                 )
+
+        # FusedAdam has rate and decay by group of parameters, so runs are grouped by both.
         self._runs = list(runs)
         self._params = [nn.Parameter(run.weight) for run in runs]  # the same memory
         rules = dict.fromkeys((run.lr_scale, run.weight_decay) for run in runs)
@@ -55,6 +58,8 @@ class ApexAdamW:
             }
             for rule in rules
         ]
+
+        # An optimizer without parameters raises, and a rank may have none to update.
         self._adam = None
         if groups:
             betas = (settings.beta1, settings.beta2)
@@ -65,7 +70,7 @@ class ApexAdamW:
 
     @torch.no_grad()
     def update(self, lr: float, num_updates: int, factor: float) -> None:
-        """See `AdamWPlan`."""
+        """See `AdamWPlan`. Raises BackendError if FusedAdam counts its updates differently."""
         assert factor == 1.0, "the gradients of this plan are multiplied before"
         check_count(num_updates)
         adam = self._adam
@@ -73,14 +78,17 @@ class ApexAdamW:
             return
         for group, scale in zip(adam.param_groups, self._scales, strict=True):
             group["lr"], group["step"] = lr * scale, num_updates - 1
+
+        # FusedAdam may replace state tensors by new ones, hence the copies back.
         for param, run in self._paired():
             param.grad = run.grad
             adam.state[param] = {"exp_avg": run.exp_avg, "exp_avg_sq": run.exp_avg_sq}
         adam.step()
         for param, run in self._paired():
-            _take_back(run.weight, param.data)
-            for kind, ours in (("exp_avg", run.exp_avg), ("exp_avg_sq", run.exp_avg_sq)):
-                _take_back(ours, adam.state[param][kind])
+            _copy_back(run.weight, param.data)
+            _copy_back(run.exp_avg, adam.state[param]["exp_avg"])
+            _copy_back(run.exp_avg_sq, adam.state[param]["exp_avg_sq"])
+
         for group in adam.param_groups:
             if int(group["step"]) != num_updates:
                 raise BackendError(
@@ -91,27 +99,28 @@ class ApexAdamW:
 
 
 def _rule(run: AdamWRun) -> tuple[float, float]:
+    """The hyperparameters that FusedAdam has by group."""
     return run.lr_scale, run.weight_decay
 
 
-def _take_back(ours: Tensor, theirs: Tensor) -> None:
-    """Copy, unless it is the memory that was handed over."""
-    if theirs.data_ptr() != ours.data_ptr():
-        ours.copy_(theirs)
+def _copy_back(to: Tensor, source: Tensor) -> None:
+    """Copy `source` to `to`, unless both are the same memory."""
+    if source.data_ptr() != to.data_ptr():
+        to.copy_(source)
 
 
 class ApexOperations:
-    """`AdamWOperations` whose update is apex's and whose sums are those of `base`."""
+    """`AdamWOperations` with apex's update and the sums of squares of `base`."""
 
     def __init__(self, base: AdamWOperations, fused_adam: type[Any]) -> None:
         self._base, self._fused_adam = base, fused_adam
 
     def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
-        """FusedAdam over the runs."""
+        """The plan that updates `runs` with FusedAdam. Raises BackendError as `ApexAdamW`."""
         return ApexAdamW(runs, settings, self._fused_adam)
 
     def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
-        """As `base` has it."""
+        """Sum of squares over all of some contiguous 1-D tensors, as `base` computes it."""
         return self._base.square_sums(xs, device)
 
 
@@ -148,8 +157,8 @@ class ApexRMSNorm:
         rstd_T1: Tensor,
         ds_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(dx[T, D], dweight[D], float32); ds: what reaches s past the norm, added to dx."""
-        unused_eps = 0.0  # only the form that saves no input reads it
+        """(dx[T, D], dweight[D] in float32); dx includes ds, which reaches s past the norm."""
+        unused_eps = 0.0  # read only in the form that does not save its input
         dx_TD, dweight_D = self._extension.rms_backward_affine(
             dy_TD.contiguous(),
             rstd_T1.flatten(),
@@ -163,15 +172,17 @@ class ApexRMSNorm:
 
 
 def apex_rms_norm(device: torch.device) -> ApexRMSNorm:
-    """apex's RMSNorm. Raises BackendError with what to install or to change."""
-    asked = "kernels.norm=apex"
-    _require_cuda(asked, device, "kernels.norm=auto")
-    apex_attribute("apex.normalization", "FusedRMSNorm", asked)
-    apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", asked)
-    apex_attribute("fused_layer_norm_cuda", "rms_backward_affine", asked)
+    """RMSNorm by apex. Raises BackendError with what to install or to change."""
+    setting = "kernels.norm=apex"
+    _require_cuda(setting, device, "kernels.norm=auto")
+    apex_attribute("apex.normalization", "FusedRMSNorm", setting)
+    apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", setting)
+    apex_attribute("fused_layer_norm_cuda", "rms_backward_affine", setting)
     return ApexRMSNorm(importlib.import_module("fused_layer_norm_cuda"))
 
 
-def _require_cuda(asked: str, device: torch.device, instead: str) -> None:
+def _require_cuda(setting: str, device: torch.device, instead: str) -> None:
     if device.type != "cuda":
-        raise BackendError(f"{asked} needs a CUDA device, this one is {device.type}; use {instead}")
+        raise BackendError(
+            f"{setting} needs a CUDA device, this one is {device.type}; use {instead}"
+        )

@@ -1,8 +1,8 @@
-"""Attention by torch's flash and cuDNN kernels, or by FlashAttention 3 and 4, where they are there.
+"""Attention by torch's flash and cuDNN kernels, or by FlashAttention 3 and 4, if installed.
 
-Shapes: T tokens, N query heads, K key/value heads, H head dim. All of it is causal within
-documents, differentiable by autograd, and without dropout of weights: none of these kernels draws
-a mask that depends on positions alone.
+Shapes: T tokens, N query heads, K key/value heads, H head dim. All are causal within documents,
+differentiable by autograd, and without dropout of weights, since none of these kernels has a
+dropout mask that depends on positions alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = (*_BACKENDS, *_CAPABILITIES)
 
 
 class AttentionAdapter(ABC):
-    """`Kernels.attention_mask` and `Kernels.attention`, and both as one call."""
+    """`AttentionOperations` of another package, and a call that makes the mask and uses it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -43,7 +43,7 @@ class AttentionAdapter(ABC):
     def attention_mask(
         self, cu_seqlens: Sequence[int], window: int | None, device: torch.device
     ) -> Any:
-        """What `attention` takes as its mask; good for all layers of a microbatch."""
+        """The mask for `attention`, the same one for all layers of a microbatch."""
 
     @abstractmethod
     def attention(
@@ -69,6 +69,7 @@ class AttentionAdapter(ABC):
         return self.attention(q_TNH, k_TKH, v_TKH, mask)
 
     def _refuse(self, drop: AttentionDropout | None) -> None:
+        """Raise BackendError if there is dropout."""
         if drop is not None:
             raise BackendError(
                 f"kernels.attention={self._name} drops no attention weights; set "
@@ -77,9 +78,9 @@ class AttentionAdapter(ABC):
 
 
 def require_attention(name: str, device: torch.device) -> None:
-    """Raise BackendError, with what to install or to change, unless a device can have an adapter.
+    """Raise BackendError, with what to install or to change, if an adapter cannot work on a device.
 
-    Takes nothing into use.
+    Does not activate the adapter.
     """
     if name not in NAMES:
         allowed = ", ".join(("auto", *NAMES))
@@ -115,15 +116,17 @@ def attention_adapter(name: str, device: torch.device) -> AttentionAdapter:
 
 @dataclass(frozen=True)
 class _Lengths:
-    """The mask of `SdpaAttention`: tokens of each document."""
+    """The mask of `SdpaAttention`: the number of tokens of each document."""
 
     lengths: tuple[int, ...]
 
 
 class SdpaAttention(AttentionAdapter):
-    """torch's attention held to one kernel: a call a document, or one for documents of one length.
+    """torch's attention by one chosen kernel.
 
-    It knows no window: a window that reaches beyond every document is none, others are refused.
+    Documents of equal lengths go through one call together, others through a call each. There is no
+    sliding window: one that is at least as long as every document has no effect and is allowed,
+    others raise BackendError.
     """
 
     def attention_mask(
@@ -158,7 +161,7 @@ class SdpaAttention(AttentionAdapter):
         return torch.cat([self._documents(q, k, v, len(q)) for q, k, v in zip(*parts, strict=True)])
 
     def _documents(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, length: int) -> Tensor:
-        """Documents of one length, side by side."""
+        """Attention of documents of one length, side by side."""
         heads = (x.unflatten(0, (-1, length)) for x in (q_TNH, k_TKH, v_TKH))
         q, k, v = (x.transpose(1, 2) for x in heads)
         try:
@@ -179,7 +182,7 @@ class SdpaAttention(AttentionAdapter):
 
 @dataclass(frozen=True)
 class _Packed:
-    """The mask of `PackedAttention`, its boundaries on the device."""
+    """The mask of `PackedAttention`: boundaries on the device, longest document, window."""
 
     cu_seqlens: Tensor
     longest: int
@@ -187,7 +190,7 @@ class _Packed:
 
 
 class PackedAttention(AttentionAdapter):
-    """torch's attention over packed documents, computed by what `activate_flash` took in."""
+    """torch's attention over packed documents, by the package that `activate_flash` activated."""
 
     def attention_mask(
         self, cu_seqlens: Sequence[int], window: int | None, device: torch.device
@@ -207,13 +210,16 @@ class PackedAttention(AttentionAdapter):
         mask: Any,
         drop: AttentionDropout | None = None,
     ) -> Tensor:
+        # Checked here, because the package's own errors do not name the setting.
         self._refuse(drop)
         if q_TNH.dtype not in (torch.bfloat16, torch.float16):
             raise BackendError(
                 f"kernels.attention={self._name} takes bfloat16 and float16, not {q_TNH.dtype}; "
                 "change train.dtype, or use auto"
             )
-        return import_module("torch.nn.attention.varlen").varlen_attn(
+
+        # Imported late: an older torch has no such module.
+        out: Tensor = import_module("torch.nn.attention.varlen").varlen_attn(
             q_TNH,
             k_TKH,
             v_TKH,
@@ -224,3 +230,4 @@ class PackedAttention(AttentionAdapter):
             window_size=mask.window,
             enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
         )
+        return out

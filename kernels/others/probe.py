@@ -1,10 +1,10 @@
-"""Kernels of other packages, used where the image brings them and a config asks for them by name.
+"""Kernels of other packages, used if they are installed and a config names them.
 
-`probe` says what was found, or raises what is missing and how to get it; nothing here falls back to
-something else. What uses them is in others/apex.py and others/attention.py.
+`probe` returns what was found, or raises an error with what is missing and how to install it;
+nothing here falls back to another kernel. others/apex.py and others/attention.py use the kernels.
 
 apex means NVIDIA's, which is installed from source. The project called apex on PyPI is an unrelated
-toolkit for Pyramid: a package of that name proves nothing, so its folders and its compiled half,
+toolkit for Pyramid. So a package of that name is not enough: its folders and its compiled half,
 `amp_C`, are looked for before anything of it is imported.
 """
 
@@ -36,7 +36,7 @@ _TORCH_IMPLS = {
 
 @dataclass(frozen=True)
 class Found:
-    """An optional kernel that is there: its name here, what it is, its version and place."""
+    """An optional kernel that was found: its name here, a description, its version and its file."""
 
     name: str
     what: str
@@ -45,52 +45,54 @@ class Found:
 
 
 def probe(name: str) -> Found:
-    """What was found of an optional kernel; see `NAMES`. Raises BackendError with what to install.
+    """The optional kernel of a name of `NAMES`. Raises BackendError with what to install.
 
-    Says nothing of devices: that is checked where the kernel is taken into use.
+    Does not check the device; the adapters do.
     """
     if name not in _PROBES:
         raise BackendError(f"optional kernel {name!r} is not known; allowed: {', '.join(NAMES)}")
     return _PROBES[name]()
 
 
-def apex_attribute(module: str, attribute: str, asked: str) -> Any:
-    """An attribute of a module of NVIDIA's apex; BackendError where it is another or incomplete.
+def apex_attribute(module: str, attribute: str, setting: str) -> Any:
+    """An attribute of a module of NVIDIA's apex.
 
-    asked: the setting, for the message.
+    setting: "NAME=VALUE" of the setting that needs it, for the message. Raises BackendError if apex
+    is missing, incomplete, or the unrelated project.
     """
-    _require_nvidia_apex(asked)
+    _require_nvidia_apex(setting)
     try:
         found = importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # OSError: a library
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # OSError: no library
         raise BackendError(
-            f"{asked}: {module} of the installed apex cannot be imported ({error}); {_APEX_SOURCE}"
+            f"{setting}: {module} of the installed apex cannot be imported ({error}); "
+            f"{_APEX_SOURCE}"
         ) from error
     if not hasattr(found, attribute):
-        raise BackendError(f"{asked}: {module} has no {attribute}; {_APEX_SOURCE}")
+        raise BackendError(f"{setting}: {module} has no {attribute}; {_APEX_SOURCE}")
     return getattr(found, attribute)
 
 
-def _require_nvidia_apex(asked: str) -> None:
-    """BackendError unless the package apex is NVIDIA's with its extensions; imports nothing."""
+def _require_nvidia_apex(setting: str) -> None:
+    """Raise BackendError unless apex is NVIDIA's, with its extensions. Imports nothing of it."""
     spec = find_spec("apex")
     if spec is None:
-        raise BackendError(f"{asked}: apex is not installed; {_APEX_SOURCE}")
+        raise BackendError(f"{setting}: apex is not installed; {_APEX_SOURCE}")
     folders = [Path(place) for place in spec.submodule_search_locations or ()]
     if not any((folder / "optimizers").is_dir() for folder in folders):
         raise BackendError(
-            f"{asked}: the installed apex{_described('apex')} is not NVIDIA's but the unrelated "
+            f"{setting}: the installed apex{_described('apex')} is not NVIDIA's but the unrelated "
             f"project of that name; uninstall it and {_APEX_SOURCE}"
         )
     if find_spec("amp_C") is None:
         raise BackendError(
-            f"{asked}: the installed apex was built without its CUDA extensions (no module amp_C); "
-            f"{_APEX_SOURCE}"
+            f"{setting}: the installed apex was built without its CUDA extensions (no module "
+            f"amp_C); {_APEX_SOURCE}"
         )
 
 
 def _described(project: str) -> str:
-    """A project's version and summary, in brackets, as far as known."""
+    """A project's version and summary in brackets; "" if it has no metadata."""
     try:
         metadata = distribution(project).metadata
     except PackageNotFoundError:
@@ -99,6 +101,7 @@ def _described(project: str) -> str:
 
 
 def _version(project: str) -> str:
+    """A project's version, or "unknown"."""
     try:
         return distribution(project).version
     except PackageNotFoundError:
@@ -111,16 +114,16 @@ def _probe_apex_adamw() -> Found:
 
 
 def _probe_apex_rms_norm() -> Found:
-    asked = "kernels.norm=apex"
-    found = apex_attribute("apex.normalization", "FusedRMSNorm", asked)
-    apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", asked)
+    setting = "kernels.norm=apex"
+    found = apex_attribute("apex.normalization", "FusedRMSNorm", setting)
+    apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", setting)
     return Found(
         "apex_rms_norm", "apex.normalization.FusedRMSNorm", _version("apex"), _place(found)
     )
 
 
 def _place(thing: Any) -> str:
-    """The file in which a class was defined."""
+    """The file in which a class was defined, or "unknown"."""
     try:
         return inspect.getfile(thing)
     except (TypeError, OSError):
@@ -142,9 +145,9 @@ def _probe_sdpa_cudnn() -> Found:
 
 
 def _probe_flash(name: str) -> Found:
-    """FA3 or FA4 as torch registers them: torch's side, then the package's."""
+    """FA3 or FA4, through torch: first torch must support it, then the package must be there."""
     impl, module, package = _TORCH_IMPLS[name]
-    listed = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
+    listed: list[str] = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
     if impl not in listed or not _varlen_takes("window_size", "enable_gqa"):
         raise BackendError(
             f"kernels.attention={name}: torch {torch.__version__} cannot take {impl} into its "
@@ -162,7 +165,7 @@ def _probe_flash(name: str) -> Found:
 
 
 def _varlen_takes(*names: str) -> bool:
-    """Whether torch's attention over packed documents exists and has these arguments."""
+    """True if torch's attention over packed documents exists and has these arguments."""
     try:
         varlen = importlib.import_module("torch.nn.attention.varlen")
     except ImportError:
@@ -171,7 +174,7 @@ def _varlen_takes(*names: str) -> bool:
 
 
 def _has_submodule(places: Any, dotted: str) -> bool:
-    """Whether a package in `places` has a module, without importing the package."""
+    """True if a package in `places` has a module; does not import the package."""
     if not dotted:
         return True
     path = Path(*dotted.split("."))
@@ -180,7 +183,7 @@ def _has_submodule(places: Any, dotted: str) -> bool:
 
 
 def activate_flash(name: str) -> None:
-    """Take FA3 or FA4 into torch's attention, for this process. Raises BackendError."""
+    """Make torch's flash attention use FA3 or FA4 in this process. Raises BackendError."""
     impl, module, package = _TORCH_IMPLS[name]
     if torch.nn.attention.current_flash_attention_impl() == impl:
         return

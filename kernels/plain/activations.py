@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.kernels.plain.blocks import blocks_and_room, low_precision_on_cpu, sum_dtype
+from megalite.kernels.plain.blocks import blocks_and_buffers, low_precision_on_cpu, sum_dtype
 
-_VECTOR = 32  # float32 elements that a loop of torch's takes at once, at most
+_VECTOR = 32  # the most float32 elements that a CPU loop of torch takes at once
 # GELU's tanh form is z * sigmoid(z * (rate + cube * z^2))
 _GELU_RATE = math.sqrt(8 / math.pi)
 _GELU_CUBE = 0.044715 * _GELU_RATE
 _LOG2_E = math.log2(math.e)
-_GELU_EDGE = 9.8  # from here its slope is 0 or 1 within 1e-33, and e^-u is in float32's range
+_GELU_EDGE = 9.8  # beyond it the slope is 0 or 1 within 1e-33; up to it e^-u fits float32
 
 
 def gelu(h_Tf: Tensor) -> Tensor:
@@ -25,16 +25,16 @@ def gelu(h_Tf: Tensor) -> Tensor:
 
 
 def gelu_grad(da_Tf: Tensor, h_Tf: Tensor, out: Tensor | None = None) -> Tensor:
-    """dh[T, f] of `gelu`, written into `out` where given, which may be h."""
+    """dh[T, f] of `gelu`, written into `out` if given, which may be h."""
     return bias_gelu_grad(da_Tf, h_Tf, None, out=out)[0]
 
 
 def bias_gelu(h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool = False) -> Tensor:
     """a[T, f] = gelu(h + bias); erf: h / 2 * (1 + erf(h / sqrt(2))) instead of the tanh form."""
-    a_Tf = h_Tf.new_empty(h_Tf.shape)  # torch's erf form writes nothing into other strides
+    a_Tf = h_Tf.new_empty(h_Tf.shape)  # contiguous: torch's erf form ignores other strides
     wide = h_Tf.dtype != sum_dtype(h_Tf.dtype)
-    for block, z, _, room in _biased_blocks(h_Tf, bias_f, None, int(wide)):
-        a = room[0] if wide else a_Tf[block]
+    for block, z, _, buffers in _biased_blocks(h_Tf, bias_f, None, 1 if wide else 0):
+        a = buffers[0] if wide else a_Tf[block]
         if erf:
             torch.ops.aten.gelu.out(z, approximate="none", out=a)
         else:
@@ -54,9 +54,9 @@ def bias_gelu_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """(dh[T, f], dbias[f] in the summing dtype) of `bias_gelu`; dh in `out`, which may be h.
 
-    With g the gate of the tanh form and u = z (c + 0.044715 c z^2), c = sqrt(8 / pi), what it is
-    the sigmoid of: dz = da * g * (1 + z * (1 - g) * u'), u' = c + 3 * 0.044715 c z^2, and 1 - g is
-    e^-u g, which keeps its digits where g is near 1.
+    The tanh form is z * g with the gate g = sigmoid(u), u = z (c + 0.044715 c z^2) and
+    c = sqrt(8 / pi). So dz = da * g * (1 + z * (1 - g) * u') with u' = c + 3 * 0.044715 c z^2.
+    1 - g is computed as e^-u g, which is precise where g is near 1.
     """
     dh_Tf = torch.empty_like(h_Tf) if out is None else out
     dbias_f = None if bias_f is None else torch.zeros_like(bias_f, dtype=sum_dtype(h_Tf.dtype))
@@ -64,9 +64,14 @@ def bias_gelu_grad(
         if erf:
             torch.ops.aten.gelu_backward.grad_input(da, z, approximate="none", grad_input=dz)
         else:
+            # e^-u = 2^(-u log2 e) would overflow for z far below 0, hence the clamp; at the edge
+            # the slope is at its limit within 1e-33.
             torch.clamp(z, -_GELU_EDGE, _GELU_EDGE, out=near)
             _gelu_exponent(near, -_LOG2_E, out=dz).exp2_()
             torch.add(dz, 1, out=gate).reciprocal_()
+
+            # dz holds e^-u here, so times the gate it is 1 - g. `near` holds z and then u': three
+            # buffers are enough for all of it.
             dz.mul_(gate).mul_(near)
             rate = near.new_full((), _GELU_RATE)
             torch.addcmul(rate, near, near, value=3 * _GELU_CUBE, out=near)
@@ -78,7 +83,7 @@ def bias_gelu_grad(
 
 
 def _gelu_exponent(z_Tf: Tensor, scale: float, out: Tensor) -> Tensor:
-    """scale * u, of which the gate of the tanh form is the sigmoid."""
+    """scale * u, where sigmoid(u) is the gate of the tanh form."""
     rate = z_Tf.new_full((), scale * _GELU_RATE)
     return torch.addcmul(rate, z_Tf, z_Tf, value=scale * _GELU_CUBE, out=out).mul_(z_Tf)
 
@@ -86,43 +91,48 @@ def _gelu_exponent(z_Tf: Tensor, scale: float, out: Tensor) -> Tensor:
 def _biased_blocks(
     h_Tf: Tensor, bias_f: Tensor | None, da_Tf: Tensor | None, count: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, list[Tensor]]]:
-    """Blocks of rows in the summing dtype: z = h + bias, da, and `count` of the kind to work in."""
+    """(rows, z, da, buffers) of blocks of rows in the summing dtype, with z = h + bias.
+
+    buffers: `count` tensors of z's shape, reused by the next block. Without da_Tf, da is z.
+    """
     f, dtype = h_Tf.shape[1], sum_dtype(h_Tf.dtype)
     own_z = bias_f is not None or h_Tf.dtype != dtype
     own_da = da_Tf is not None and da_Tf.dtype != dtype
     bias_f = None if bias_f is None else bias_f.to(dtype)
-    for block, room in blocks_and_room(h_Tf, [f] * (count + own_z + own_da), dtype):
+    copies = (1 if own_z else 0) + (1 if own_da else 0)
+    for block, buffers in blocks_and_buffers(h_Tf, [f] * (count + copies), dtype):
         z = h_Tf[block]
         da = z if da_Tf is None else da_Tf[block]
         if own_z:
-            z = room[count].copy_(z)
+            z = buffers[count].copy_(z)
         if bias_f is not None:
             z.add_(bias_f)
         if own_da:
-            da = room[-1].copy_(da)
-        yield block, z, da, room[:count]
+            da = buffers[-1].copy_(da)
+        yield block, z, da, buffers[:count]
 
 
 # --- SwiGLU --------------------------------------------------------------------------------------
 
 
 class _Halves(NamedTuple):
-    """Rows of gate | up, and room to work in.
+    """Rows of gate | up, and buffers to work in.
 
-    A pointwise operation over part of wider rows takes what is left of each after whole vectors an
-    element at a time. So what takes an exponential reads F columns, f rounded up to whole vectors,
-    into a buffer of that width.
+    A pointwise operation over a part of wider rows computes the end of each row, what does not fill
+    a vector, element by element. An exponential is slow that way, so it is taken of F columns,
+    f rounded up to whole vectors, into a buffer of that width.
     """
 
     gate_TF: Tensor  # the gate and a few columns of up
     gate_Tf: Tensor
     up_Tf: Tensor
     work_TF: Tensor
-    work_Tf: Tensor  # the first f columns of it
-    wide_Tf: Tensor | None  # for another tensor's copy where these are copies
+    work_Tf: Tensor  # the first f columns of work_TF
+    wide_Tf: Tensor | None  # a buffer for da in float32, if gate and up are float32 copies
 
 
 def _halved(h_T2f: Tensor, work_TF: Tensor, wide_Tf: Tensor | None = None) -> _Halves:
+    """The halves of rows, with buffers."""
     f, whole = h_T2f.shape[1] // 2, work_TF.shape[1]
     gate_Tf, up_Tf = h_T2f.chunk(2, dim=1)
     if whole == f:
@@ -131,19 +141,16 @@ def _halved(h_T2f: Tensor, work_TF: Tensor, wide_Tf: Tensor | None = None) -> _H
 
 
 def _halves(h_T2f: Tensor) -> Iterator[tuple[slice, _Halves]]:
-    """Blocks of rows of h; 16-bit ones on CPU are float32 copies, which may be written over."""
+    """Blocks of rows of h. 16-bit rows on CPU come as float32 copies, which may be overwritten."""
     f = h_T2f.shape[1] // 2
     whole = min(2 * f, -(-f // _VECTOR) * _VECTOR)
     if not low_precision_on_cpu(h_T2f):
-        for block, (work_TF,) in blocks_and_room(h_T2f, [whole], h_T2f.dtype):
+        for block, (work_TF,) in blocks_and_buffers(h_T2f, [whole], h_T2f.dtype):
             yield block, _halved(h_T2f[block], work_TF)
         return
-    halved: tuple[list[Tensor], _Halves] | None = None
-    for block, room in blocks_and_room(h_T2f, [2 * f, whole, f], torch.float32):
-        if halved is None or halved[0] is not room:
-            halved = room, _halved(*room)
-        room[0].copy_(h_T2f[block])
-        yield block, halved[1]
+    for block, (h, work_TF, wide_Tf) in blocks_and_buffers(h_T2f, [2 * f, whole, f], torch.float32):
+        h.copy_(h_T2f[block])
+        yield block, _halved(h, work_TF, wide_Tf)
 
 
 def swiglu(h_T2f: Tensor) -> Tensor:
@@ -159,7 +166,7 @@ def swiglu(h_T2f: Tensor) -> Tensor:
 
 
 def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor, out: Tensor | None = None) -> Tensor:
-    """dh[T, 2f] of `swiglu`, written into `out` where given, which may be h.
+    """dh[T, 2f] of `swiglu`, written into `out` if given, which may be h.
 
     With s = sigmoid(gate): dup = da * gate * s, dgate = da * up * s * (1 + gate * (1 - s)).
     """
@@ -178,6 +185,6 @@ def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor, out: Tensor | None = None) -> Tens
             da = h.wide_Tf.copy_(da)
             dup_wide = h.gate_Tf.mul_(h.work_Tf).mul_(da)
             dup.copy_(dup_wide)
-            # as dgate = up * (da * s * (1 - s) * gate + da * s) = up * lerp(dup, da, s)
+            # dgate = up * (da * s * (1 - s) * gate + da * s) = up * lerp(dup, da, s)
             dgate.copy_(torch.lerp(dup_wide, da, h.work_Tf, out=da).mul_(h.up_Tf))
     return dh_T2f

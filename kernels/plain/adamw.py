@@ -1,4 +1,4 @@
-"""AdamW over flat runs and sums of squares in plain torch; the rule is `adamw_operations`'."""
+"""AdamW over flat runs and sums of squares in plain torch; the rule is in `adamw_operations`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megalite.kernels.adamw_operations import AdamWPlan, AdamWRun, AdamWSettings, check_count
 
-_BLOCK = 1 << 22  # elements widened at a time: bounds the temporaries to 32 MiB each
+_BLOCK = 1 << 22  # elements widened at a time, so a temporary takes at most 32 MiB
 
 
 class ReferenceAdamW:
-    """The operations in plain torch."""
+    """`AdamWOperations` in plain torch."""
 
     def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
-        """One call of torch's fused kernel for all runs of one rule."""
+        """A plan with one call of torch's fused kernel for all runs of equal rate and decay."""
         return FusedAdamW(runs, settings)
 
     def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -69,7 +69,7 @@ class FusedAdamW:
             self._update_narrow(run, lr * run.lr_scale)
 
     def _update_narrow(self, run: AdamWRun, lr: float) -> None:
-        """The same update of a run whose moments are stored in fewer bits than its weights."""
+        """The update of a run whose moments are stored in fewer bits than its weights."""
         for start in range(0, len(run.weight), _BLOCK):
             here = slice(start, start + _BLOCK)
             stored = run.exp_avg[here], run.exp_avg_sq[here]
@@ -98,7 +98,7 @@ Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 def _columns(group: Sequence[AdamWRun]) -> Columns:
-    """Weights, gradients and moments of runs, as the kernel takes them."""
+    """Weights, gradients and moments of runs, each as a list, as the fused kernel takes them."""
     return (
         [run.weight for run in group],
         [run.grad for run in group],

@@ -1,7 +1,7 @@
 """Causal attention within documents in plain torch: whole, in a sliding window, with dropout.
 
-Shapes: T tokens, N query heads, K key/value heads, H head dim; L tokens of a document. All of it is
-differentiable by autograd. 16-bit tensors on CPU are computed in float32 and rounded once.
+Shapes: T tokens, N query heads, K key/value heads, H head dim, L tokens of a document. Everything
+is differentiable by autograd. 16-bit tensors on CPU are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def attention(
 ) -> Tensor:
     """Causal attention within documents: out[T, N, H].
 
-    cu_seqlens: document boundaries [0, ..., T]; a token sees itself and earlier tokens of its own
-    document, of which the last `window` only, itself included. Query head n reads key/value head
-    n // (N / K). `drop` drops attention weights; that path keeps L x L weights a head. Raises
-    ValueError.
+    cu_seqlens: document boundaries [0, ..., T]. A token sees itself and earlier tokens of its own
+    document; with a `window` only the last `window` tokens, itself included. Query head n reads
+    key/value head n // (N / K). `drop` drops attention weights; that path holds L x L weights of
+    every head in memory. Raises ValueError.
     """
     if q_TNH.device.type == "cpu" and q_TNH.dtype in (torch.bfloat16, torch.float16):
-        wide = (x.float() for x in (q_TNH, k_TKH, v_TKH))
-        return attention(*wide, cu_seqlens, window, drop).to(q_TNH.dtype)
+        q, k, v = q_TNH.float(), k_TKH.float(), v_TKH.float()
+        return attention(q, k, v, cu_seqlens, window, drop).to(q_TNH.dtype)
+
     check_documents(cu_seqlens, window)
     if cu_seqlens[-1] != len(q_TNH):
         raise ValueError(
@@ -44,6 +45,9 @@ def attention(
         )
     documents = [(start, stop) for start, stop in pairwise(cu_seqlens) if start < stop]
     lengths = [stop - start for start, stop in documents]
+
+    # Documents of one length go side by side through one call. Others would need padding for that,
+    # so each gets a call of its own.
     if not lengths:
         return q_TNH.clone()
     if len(set(lengths)) == 1:
@@ -92,7 +96,10 @@ def _seen(queries: range, keys: range, window: int | None, device: torch.device)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Blocks of queries against the keys that any of them sees: L x (window + block) scores."""
+    """Attention in blocks of queries, each over the keys that one of them sees.
+
+    That takes L x (window + block) scores instead of L x L. All shapes [documents, heads, L, H].
+    """
     grouped, length, parts = q.shape[1] != k.shape[1], q.shape[2], []
     for start in range(0, length, _WINDOW_BLOCK):
         queries = range(start, min(start + _WINDOW_BLOCK, length))
@@ -113,7 +120,10 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 def _with_dropout(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, drop: AttentionDropout
 ) -> Tensor:
-    """Every weight of every head made, dropped and multiplied: [documents, heads, L, H]."""
+    """Attention with all weights in memory, where dropout can act on them.
+
+    All shapes [documents, heads, L, H].
+    """
     documents, heads, length, head_dim = q.shape
     group = heads // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))

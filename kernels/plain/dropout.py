@@ -7,10 +7,10 @@ The recipe, in unsigned 32-bit words that wrap (`>>` shifts zeros in):
     b = mix(mix(mix(low(token) ^ k1) + high(token)) + plane)
     c = mix(low(column) ^ k0)
     x = a ^ c;  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x += b;  x *= 0x846ca68b
-    kept where x, read as two's complement, is at least round(p * 2^32) - 2^31
+    kept if x, read as two's complement, is at least round(p * 2^32) - 2^31
 
 (k0, k1) is the key of one use of dropout in one step. token and column are 64-bit counters, low
-and high their halves; plane tells apart what has the same token and column (attention heads).
+and high their halves; plane separates elements of equal token and column (attention heads).
 `mix` is a bijection, so up to 2^32 tokens of one plane never share a row, nor columns a value.
 The multipliers are those of Chris Wellons' lowbias32. Written here in int32 tensors, whose
 products wrap; a kernel in any language gives the same bits.
@@ -29,7 +29,7 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # as int32
 
 
 class AttentionDropout(NamedTuple):
-    """Dropout of attention weights: probability, key, and where this call's tokens and heads are.
+    """Dropout of attention weights: probability, key, and the call's first token and head.
 
     The mask of weight (query i, key j, head n) has token first_token + i, column first_token + j
     and plane first_head + n, with i and j counted over the call's tokens.
@@ -47,6 +47,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix_(x: Tensor) -> Tensor:
+    """mix(x) of the recipe, in place."""
     x ^= _shift(x, 16)
     x *= _FIRST
     x ^= _shift(x, 15)
@@ -56,22 +57,24 @@ def _mix_(x: Tensor) -> Tensor:
 
 
 def _low(x: Tensor) -> Tensor:
-    """The low halves of int64 as int32 of the same bits."""
+    """The low 32 bits of each int64, as int32."""
     return x.to(torch.int32)
 
 
 def _signed(word: int) -> int:
+    """A 32-bit word as the int32 of the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _row(token: Tensor, plane: Tensor, word: int) -> Tensor:
+    """a or b of the recipe: the hash of token and plane with one word of the key."""
     x = _mix_(_low(token) ^ _signed(word))
     x = _mix_(x + _low(token >> 32))
     return _mix_(x + _low(plane))
 
 
 def check_dropout(p: float, key: Key) -> None:
-    """Raise ValueError for a probability or a key that no mask can be made of."""
+    """Raise ValueError unless 0 <= p < 1 and the key is two words of 32 bits."""
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p={p}, expected 0 <= p < 1")
     words = key if isinstance(key, (tuple, list)) else ()
@@ -100,5 +103,5 @@ def dropout_mask(
 
 
 def dropout(x_TD: Tensor, keep_TD: Tensor, p: float) -> Tensor:
-    """x / (1 - p) where kept, 0 elsewhere; its own gradient too."""
+    """x / (1 - p) where kept, 0 elsewhere. The gradient is this function, too."""
     return (x_TD * keep_TD).mul_(1 / (1 - p))

@@ -1,9 +1,9 @@
 """Interval masks of attention: query i sees keys lo[i] <= j < up[i]. Plain torch, no host sync.
 
 Causal order, packed documents, sliding windows, both directions and chunks of a ring are all such
-intervals, with lo and up never falling. The backward of keys needs the same mask by columns: key j
-is seen by queries lo[j] <= i < up[j] of the transposed pair. All four are int32 vectors of fixed
-length, so that graphs and compilers see fixed shapes.
+intervals, and lo and up never decrease with i. The backward of keys needs the same mask by keys:
+key j is seen by queries key_lo[j] <= i < key_up[j]. All four are int32 vectors of fixed length, so
+graphs and compilers see fixed shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 class Intervals:
     """The mask of one attention call: by queries (lo, up) and by keys (key_lo, key_up).
 
-    is_cut: no bound is below 0 or beyond the last key or query, which kernels rely on.
+    is_cut: True if every bound is within 0 and the number of keys or queries, as kernels require.
     """
 
     lo: Tensor
@@ -30,7 +30,7 @@ class Intervals:
     is_cut: bool = False
 
     def cut(self, queries: int, keys: int) -> Intervals:
-        """The same mask with no bound outside the queries and keys that there are."""
+        """The same mask with bounds clamped to this number of queries and keys."""
         if self.is_cut:
             return self
         return Intervals(
@@ -54,7 +54,7 @@ class Intervals:
 
 
 def check_documents(cu_seqlens: Sequence[int], window: int | None) -> None:
-    """Raise ValueError for boundaries of documents, or a window, that are none."""
+    """Raise ValueError unless cu_seqlens is [0, ...], never decreasing, and window at least 1."""
     falling = any(stop < start for start, stop in pairwise(cu_seqlens))
     if not len(cu_seqlens) or cu_seqlens[0] != 0 or falling:
         raise ValueError(
@@ -66,12 +66,13 @@ def check_documents(cu_seqlens: Sequence[int], window: int | None) -> None:
 
 
 def _shown(cu_seqlens: Sequence[int]) -> str:
+    """The boundaries for a message: the first eight."""
     first = ", ".join(str(bound) for bound in cu_seqlens[:8])
     return f"[{first}{', ...' if len(cu_seqlens) > 8 else ''}]"
 
 
 def _check_bounds(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> None:
-    """Raise TypeError, ValueError; values are looked at on CPU only, elsewhere that would wait."""
+    """Raise TypeError, ValueError. Values are read on CPU only: elsewhere that would wait."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(
             f"attention: cu_seqlens is a {type(cu_seqlens).__name__}, expected a tensor on the "
@@ -93,7 +94,7 @@ def _check_bounds(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> No
 
 
 def _values_on_cpu(cu_seqlens: Tensor) -> list[int]:
-    """Boundaries that can be had without waiting; [0] for others."""
+    """The boundaries as a list if they can be read without waiting, else [0], which is valid."""
     if cu_seqlens.device.type != "cpu" or type(cu_seqlens) is not Tensor:
         return [0]
     try:
@@ -106,18 +107,21 @@ def _values_on_cpu(cu_seqlens: Tensor) -> list[int]:
 def document_intervals(
     cu_seqlens: Tensor, num_tokens: int, *, causal: bool = True, window: int | None = None
 ) -> Intervals:
-    """Tokens see tokens of their own document, none after them if causal.
+    """The mask in which tokens see tokens of their own document, none after them if causal.
 
     window: only tokens at a smaller distance. cu_seqlens: document boundaries [0, ..., n] on the
-    device, n <= num_tokens; tokens from n on are padding that sees nothing and is seen by none.
+    device, n <= num_tokens; tokens from n on are padding that sees no token and that none sees.
     Raises TypeError, ValueError.
     """
     _check_bounds(cu_seqlens, num_tokens, window)
+
+    # The document of each token is looked up on the device: the host never reads the boundaries.
     token = torch.arange(num_tokens, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, token, right=True)  # 1 + index of its document
     last = len(cu_seqlens) - 1
     start = cu_seqlens[document - 1]
     stop = cu_seqlens[document.clamp_max(last)]
+
     lo, up = start, stop
     key_lo, key_up = start, stop
     if window is not None:
@@ -126,6 +130,8 @@ def document_intervals(
     if causal:
         up = torch.minimum(up, token + 1)
         key_lo = torch.maximum(key_lo, token)
+
+    # Padding gets empty intervals at n, so that lo and up do not decrease there either.
     inside = document <= last
     padding = cu_seqlens[-1]
     lo, up, key_lo, key_up = (

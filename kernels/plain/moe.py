@@ -2,11 +2,11 @@
 
 Shapes: T tokens, K experts of a token, R = T * K copies of tokens, E experts, D model,
 F feed-forward. Sorting is stable: the copies of an expert keep the order of their tokens. An expert
-index outside 0 ... E - 1 (by convention -1) drops the copy; no capacity limits an expert. Sorted
-rows have a fixed number: the dropped copies' rows follow the last expert's, and hold zeros.
+index outside 0 ... E - 1 (by convention -1) drops the copy; no capacity limits an expert. The
+number of sorted rows is fixed: the rows of dropped copies follow the last expert's and hold zeros.
 
-Everything with floating point results is differentiable by autograd; the explicit gradients are
-what a backward pass of one's own calls.
+Everything with floating point results is differentiable by autograd; the explicit gradients are for
+a backward pass without autograd.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_COPIES = (1 << 31) - (1 << 16)  # rows are counted in 32 bits, block by bloc
 
 
 class RowMap(NamedTuple):
-    """Where each copy of a token goes when copies are sorted by expert; all of it on the device.
+    """The rows of copies of tokens sorted by expert; both tensors on the device.
 
-    row_TK: int32 [T, K], the copy's row; for a dropped copy -1 - row, its row being past the last
-    expert's. offset_E1: int32 [E + 1], expert e has rows offset[e] to offset[e + 1] - 1.
+    row_TK: int32 [T, K], the row of the copy; -1 - row for a dropped copy, whose row comes after
+    the last expert's. offset_E1: int32 [E + 1], expert e has rows offset[e] to offset[e + 1] - 1.
     """
 
     row_TK: Tensor
@@ -36,7 +36,7 @@ class RowMap(NamedTuple):
 
 
 def check_experts(operation: str, expert_TK: Tensor, num_experts: int, largest: int) -> None:
-    """Raise TypeError, ValueError for expert indices or counts that cannot be sorted by."""
+    """Raise TypeError, ValueError for expert indices or counts that `expert_rows` does not take."""
     if expert_TK.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{operation}: expert is {expert_TK.dtype}, expected int32 or int64")
     if expert_TK.dim() != 2 or expert_TK.shape[1] < 1:
@@ -54,7 +54,7 @@ def check_experts(operation: str, expert_TK: Tensor, num_experts: int, largest: 
 
 
 def check_rows(operation: str, rows: RowMap) -> tuple[int, int]:
-    """(T, K) of a map. Raises TypeError, ValueError where it is not one of `expert_rows`."""
+    """(T, K) of a map. Raises TypeError, ValueError if `expert_rows` cannot have made it."""
     for name, x, dims in (("row", rows.row_TK, 2), ("offset", rows.offset_E1, 1)):
         if x.dtype != torch.int32 or x.dim() != dims:
             raise TypeError(
@@ -77,8 +77,8 @@ def check_groups(
 ) -> tuple[int, int, int, int]:
     """(R, E, F, D) of a grouped product.
 
-    rows_of: the matrices of rows by name, each with the dim of the weights that its columns match.
-    Raises TypeError, ValueError.
+    rows_of: matrices [R, columns] by name, each with the dim of the weights that has as many
+    columns. Raises TypeError, ValueError.
     """
     if weight_EFD.dim() != 3:
         raise ValueError(
@@ -98,7 +98,7 @@ def check_groups(
 
 
 def _position(row_TK: Tensor) -> Tensor:
-    """int64 rows of all copies, dropped ones too."""
+    """The rows of all copies, dropped ones included, as int64."""
     return row_TK.where(row_TK >= 0, -1 - row_TK).long()
 
 
@@ -168,11 +168,14 @@ def unpermute_grad(
     check_shape("unpermute_grad", (tokens * copies, dout_TD.shape[-1]), y=y_RD)
     check_shape("unpermute_grad", (tokens, y_RD.shape[-1]), dout=dout_TD)
     check_weight("unpermute_grad", rows, weight_TK)
+
     dtype = sum_dtype(y_RD.dtype)
     position_TK, kept_TK = _position(rows.row_TK), rows.row_TK >= 0
     dout = dout_TD.to(dtype)
     dy_RD = torch.empty_like(y_RD, memory_format=torch.contiguous_format)
     dweight_TK = torch.empty_like(weight_TK, dtype=dtype)
+
+    # Masked after each product: weights and rows of dropped copies may be infinite or NaN.
     for k in range(copies):
         weight_T1 = weight_TK[:, k, None].to(dtype)
         row_T, kept_T1 = position_TK[:, k], kept_TK[:, k, None]

@@ -1,8 +1,8 @@
-"""Matrix products by the quickest that the CPU has; shapes and types as in `plain.products`.
+"""Matrix products by the fastest library on the CPU; shapes and types as in `plain.products`.
 
-bfloat16 by the processor's own instructions where it has them, float32 by oneDNN where MKL leaves
-half of the processor unused. Other devices, and whatever a quick product does not take, get those
-of `plain.products`.
+bfloat16 products use the processor's own instructions if it has them; float32 products use oneDNN
+on processors where MKL leaves half of the vector width unused. On other devices, and for arguments
+that the fast products do not take, the products of `plain.products` are used.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.plain import products as reference
+from megalite.kernels.plain import products
 from megalite.kernels.plain.blocks import low_precision_on_cpu
 
 _ONEDNN_LINEAR = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_SMALL_PRODUCT = 1 << 20  # multiplications, below which oneDNN's calls cost more than MKL takes
+_SMALL_PRODUCT = 1 << 20  # multiplications; below it a call of oneDNN costs more than MKL's product
 
 
 def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """y[T, F] = x[T, D] @ weight[F, D]^T + bias[F]."""
     factors = [x_TD, weight_FD] if bias_F is None else [x_TD, weight_FD, bias_F]
     if any(map(low_precision_on_cpu, factors)) and not _bfloat16_is_quick(*factors):
-        return linear(*(x.float() for x in factors)).to(x_TD.dtype)
+        wide_F = None if bias_F is None else bias_F.float()
+        return linear(x_TD.float(), weight_FD.float(), wide_F).to(x_TD.dtype)
     return _product(x_TD, weight_FD.t(), bias_F)
 
 
@@ -39,10 +40,10 @@ def linear_input_grad(dy_TF: Tensor, weight_FD: Tensor) -> Tensor:
 def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> None:
     """buffer[F, D] += dy[T, F]^T @ x[T, D], summed in the buffer's dtype.
 
-    torch has no product of 16 bits into float32 on CPU, so it is one of float32 copies.
+    On CPU torch has no product of 16-bit factors into float32, so float32 copies are multiplied.
     """
     if dy_TF.device.type != "cpu":
-        reference.accumulate_weight_grad_(buffer_FD, dy_TF, x_TD)
+        products.accumulate_weight_grad_(buffer_FD, dy_TF, x_TD)
         return
     dy_FT, x_TD = dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype)
     if buffer_FD.shape == (len(dy_FT), x_TD.shape[1]) and _onednn_is_quicker(dy_FT, x_TD):
@@ -54,16 +55,18 @@ def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> N
 def _product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """a @ b + bias."""
     if _onednn_is_quicker(a_MK, b_KN, bias_N):
-        bias_N = None if bias_N is None else bias_N.contiguous()  # its strides are not looked at
-        return torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), bias_N, "none", [], "")
+        bias_N = None if bias_N is None else bias_N.contiguous()  # oneDNN ignores its strides
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), bias_N, "none", [], "")
+        return out
     return a_MK @ b_KN if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
 
 
 def _onednn_is_quicker(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> bool:
-    """Whether to call oneDNN for a float32 product on CPU, which torch gives to MKL.
+    """True if oneDNN should compute a product that torch would give to MKL.
 
-    Its errors are two to three times MKL's at some thousand terms, and less at a million. Called by
-    itself it has no gradient, and takes only what this lets through.
+    True only for float32 products on CPU that oneDNN's operator takes, and without autograd, as the
+    operator has no gradient. Its errors are two to three times MKL's at some thousand terms, and
+    less at a million.
     """
     bias = [] if bias_N is None else [bias_N]
     tensors = [a_MK, b_KN, *bias]
@@ -80,18 +83,19 @@ def _onednn_is_quicker(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None)
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether x or its transpose lies in rows that do not overlap."""
+    """True if x or its transpose has contiguous rows that do not overlap."""
     (rows, columns), (down, along) = x.shape, x.stride()
     return (along == 1 and down >= columns) or (down == 1 and along >= rows)
 
 
 def _bfloat16_is_quick(*factors: Tensor) -> bool:
+    """True if all factors are bfloat16 and this processor multiplies them as they are."""
     return all(x.dtype == torch.bfloat16 for x in factors) and _multiplies_bfloat16()
 
 
 @cache
 def _multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16: torch then calls oneDNN, which sums in float32.
+    """True if this processor has bfloat16 products: torch then uses oneDNN, which sums in float32.
 
     Without such instructions torch's product is as exact, but many times slower than float32's.
     """
@@ -101,11 +105,11 @@ def _multiplies_bfloat16() -> bool:
 
 @cache
 def _mkl_leaves_half() -> bool:
-    """Whether MKL computes without AVX-512 although the processor has it: on AMD's."""
+    """True if MKL does not use this processor's AVX-512, as on AMD's, and oneDNN is there."""
     described = _processor().get("avx512_f", False) and "AMD" in _processor().get("cpu_name", "")
     return described and torch.backends.mkldnn.is_available() and _ONEDNN_LINEAR
 
 
 def _processor() -> Mapping[str, Any]:
-    """What torch knows of this processor; not every torch tells."""
+    """The capabilities of this processor by name; empty if this torch does not report them."""
     return getattr(torch.cpu, "get_capabilities", dict)()

@@ -1,10 +1,10 @@
-"""The operations in plain torch: their definition, the CPU path, and the oracle of every test.
+"""The operations in plain torch: their definition, the CPU path, and the reference of all tests.
 
 Shapes: T tokens, D model, F feed-forward, N query heads, K key/value heads, H head dim,
 V vocabulary; lower case = this rank's shard. Storage dtype in, storage dtype out; everything that
 sums (norms, softmax, loss, weight gradients) is computed in at least float32. On CPU, matrix
-products of 16-bit tensors are products of float32 copies, rounded once, as a float32 accumulator
-would give them; `processor_products` has quicker ones.
+products of 16-bit tensors are products of float32 copies, rounded once, which equals a float32
+accumulator; `processor_products` has faster ones.
 
 Functions that end in `_` write into their first argument.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.kernels.plain.blocks import low_precision_on_cpu, sum_dtype
 
-# What this torch has on CUDA for products of 16-bit tensors whose result is not rounded to 16 bits.
+# True if this torch has, on CUDA, products of 16-bit tensors with a result in float32.
 _WIDE_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
 _WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 
@@ -41,9 +41,9 @@ def linear_input_grad(dy_TF: Tensor, weight_FD: Tensor) -> Tensor:
 def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> None:
     """buffer[F, D] += dy[T, F]^T @ x[T, D], summed in the buffer's dtype.
 
-    The product of 16-bit inputs is never rounded to 16 bits on its way into a float32 buffer: one
-    product that accumulates into it where this torch has that, else a float32 product that is then
-    added, else one of widened inputs.
+    The product of 16-bit inputs is never rounded to 16 bits before it is added to a float32 buffer.
+    By what this torch has, that is one product that accumulates into the buffer, or a float32
+    product that is then added, or a product of widened inputs.
     """
     if buffer_FD.dtype == dy_TF.dtype:
         buffer_FD.addmm_(dy_TF.t(), x_TD)
@@ -63,10 +63,10 @@ def bias_grad(dy_TF: Tensor) -> Tensor:
 
 
 def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor, owned_T: Tensor) -> None:
-    """Add dy's rows into the buffer's rows; tokens that this shard does not own add nothing.
+    """Add dy's rows to the buffer's rows; tokens that this shard does not own add nothing.
 
-    row_T: int64 [T], the row in this shard (any valid row where owned_T is False).
-    Deterministic: one writer per row in token order on CPU, sorted segments on CUDA.
+    row_T: int64 [T], the row in this shard, any valid one if owned_T is False. owned_T: bool [T].
+    Deterministic: rows are added in token order on CPU, in sorted segments on CUDA.
     """
     dy_TD = dy_TD.to(buffer_vD.dtype) * owned_T.unsqueeze(1)
     if dy_TD.device.type == "cpu":
@@ -95,7 +95,7 @@ def adamw_(
     """One AdamW update, in place, of flat tensors, as a formula of plain torch operations.
 
     hyper: [4] on the device = lr, 1 - beta1^t, 1 - beta2^t, factor of the gradient. low: gets the
-    new weight in its own type. Computed in weight's type, moments rounded as they are stored.
+    new weight in its own type. Computed in weight's type.
     """
     lr, bias1, bias2, factor = hyper.to(weight.dtype).unbind()
     g = grad.to(weight.dtype) * factor
@@ -103,6 +103,8 @@ def adamw_(
     v = (exp_avg_sq.to(weight.dtype) * beta2).addcmul_(g, g, value=1.0 - beta2)
     weight.sub_(lr * weight_decay * weight)
     weight.sub_(lr / bias1 * (m / (v.sqrt() / bias2.sqrt() + eps)))
+
+    # Last: the weight has been computed from the moments before they are rounded to their type.
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     if low is not None:

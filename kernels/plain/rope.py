@@ -15,9 +15,9 @@ from megalite.kernels.plain.blocks import block_elements, sum_dtype
 class RopeScaling(NamedTuple):
     """Llama 3's frequencies for contexts longer than the model was first trained on.
 
-    A pair that turns more than `high_freq_factor` times in `original_max_position` tokens stays as
-    it is, one that turns less than `low_freq_factor` times is slowed by `factor`; in between the
-    two rates are blended linearly in the number of turns.
+    The frequency of a pair that makes more than `high_freq_factor` revolutions in
+    `original_max_position` tokens is kept. With fewer than `low_freq_factor` revolutions it is
+    divided by `factor`. In between, the two are blended linearly in the number of revolutions.
     """
 
     factor: float
@@ -36,43 +36,46 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, each [length, R/2], of position * theta^(-2i/R), computed in float64.
 
-    rotary_dim R: elements of each head that turn, an even number; 0 gives tables without columns.
-    Raises ValueError.
+    length_tokens: the number of positions. rotary_dim R: the number of elements of each head that
+    are rotated, even; 0 gives tables without columns. Raises ValueError.
     """
     if rotary_dim < 0 or rotary_dim % 2 or length_tokens < 0 or not 0 < theta < math.inf:
         raise ValueError(
             f"rope: rotary_dim={rotary_dim}, length={length_tokens}, theta={theta}; expected an "
             "even number of elements, 0 or more positions and a positive base"
         )
+
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(1, rotary_dim)
     rate = theta**-exponent
     if scaling is not None:
-        turns = scaling.original_max_position * rate / (2 * math.pi)
+        revolutions = scaling.original_max_position * rate / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        kept = ((revolutions - low) / (high - low)).clamp(0, 1)
         rate = rate * (kept + (1 - kept) / scaling.factor)
+
+    # In float64, because a float32 angle near 10^6 radians is off by up to 0.03.
     position = torch.arange(length_tokens, dtype=torch.float64)
     angle = torch.outer(position, rate)
     dtype = sum_dtype(dtype)
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def _turn_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """out = x turned by sign * angle; the two halves of the last dim are a complex pair.
+def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+    """out = x with pairs (x[i], x[i + half]) of the last dim rotated by sign * angle.
 
-    cos holds the cosines of both halves, sin those of one, both in out's type, which x is widened
-    to. Elements beyond them are copied.
+    cos [..., 2 * half] holds the cosines twice, sin [..., half] the sines once; both have out's
+    type, to which x is widened. Elements from 2 * half on are copied.
     """
-    half, turned = sin.shape[-1], 2 * sin.shape[-1]
+    half, width = sin.shape[-1], 2 * sin.shape[-1]
     x = x.to(out.dtype)
-    if turned < x.shape[-1]:
-        out[..., turned:] = x[..., turned:]
-    torch.mul(x[..., :turned], cos, out=out[..., :turned])
-    out[..., :half].addcmul_(x[..., half:turned], sin, value=-sign)
-    out[..., half:turned].addcmul_(x[..., :half], sin, value=sign)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+    torch.mul(x[..., :width], cos, out=out[..., :width])
+    out[..., :half].addcmul_(x[..., half:width], sin, value=-sign)
+    out[..., half:width].addcmul_(x[..., :half], sin, value=sign)
 
 
-def turn(
+def rotate_heads(
     x_TNH: Tensor,
     cos_sh: Tensor,
     sin_sh: Tensor,
@@ -80,21 +83,25 @@ def turn(
     *,
     inverse: bool = False,
 ) -> Tensor:
-    """x[T, N, H] with every head rotated by its token's position: position_T[t], or t mod s."""
+    """x[T, N, H] with every head rotated by its token's position: position_T[t], or t mod s.
+
+    cos_sh, sin_sh: [s, R/2]. inverse: rotate back, which is the gradient.
+    """
     if position_T is None:
         position_T = torch.arange(len(x_TNH), device=x_TNH.device) % len(cos_sh)
     cos, sin = (table[position_T].unsqueeze(1) for table in (cos_sh, sin_sh))
     out = torch.empty(x_TNH.shape, dtype=cos.dtype, device=cos.device)
-    _turn_into(out, x_TNH, torch.cat([cos, cos], -1), sin, -1.0 if inverse else 1.0)
+    _rotate_into(out, x_TNH, torch.cat([cos, cos], -1), sin, -1.0 if inverse else 1.0)
     return out.to(x_TNH.dtype)
 
 
 def _sequence_blocks(
     x_BskgH: Tensor, cos_sh: Tensor, sin_sh: Tensor
 ) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
-    """(where in the first two dims, cosines, sines) of blocks of about as many elements as above.
+    """(slices of the first two dims, cosines, sines) of blocks of about `block_elements` elements.
 
-    The cosines are repeated for all heads of a group, for long inner loops.
+    x: [sequences, s, K, heads, H]. The cosines are repeated for all heads of a group, so that torch
+    multiplies in long inner loops; the sines are [s, 1, 1, R/2].
     """
     sequences, length, _, heads, _ = x_BskgH.shape
     each = max(1, math.prod(x_BskgH.shape[2:]))
@@ -114,7 +121,7 @@ def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Te
 
     qkv_TkgH: [T, K, N/K + 2, H]; a group holds its query heads, then its key, then its value.
     cos_sh, sin_sh: [s, R/2] with T a multiple of s; token t has position t mod s. The first R
-    elements of each head turn, the others are copied.
+    elements of each head are rotated, the others are copied.
     Returns q[T, K, N/K, H], k[T, K, 1, H] (new) and v[T, K, 1, H] (a view).
     """
     tokens, groups, packed, head_dim = qkv_TkgH.shape
@@ -124,10 +131,10 @@ def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Te
     qkv, q_B, k_B = (x.view(-1, len(cos_sh), *x.shape[1:]) for x in (qkv_TkgH, q, k))
     heads = qkv[:, :, :, : queries + 1]
     for at, cos, sin in _sequence_blocks(heads, cos_sh, sin_sh):
-        turned = torch.empty(heads[at].shape, dtype=cos.dtype, device=cos.device)
-        _turn_into(turned, heads[at], cos, sin, 1.0)
-        q_B[at] = turned[:, :, :, :queries]
-        k_B[at] = turned[:, :, :, queries:]
+        rotated = torch.empty(heads[at].shape, dtype=cos.dtype, device=cos.device)
+        _rotate_into(rotated, heads[at], cos, sin, 1.0)
+        q_B[at] = rotated[:, :, :, :queries]
+        k_B[at] = rotated[:, :, :, queries:]
     return q, k, qkv_TkgH[:, :, queries + 1 :]
 
 
@@ -143,8 +150,9 @@ def rotate_grad_(
         wide = torch.empty(heads[at].shape, dtype=cos.dtype, device=cos.device)
         wide[:, :, :, :queries] = dq[at]
         wide[:, :, :, queries:] = dk[at]
-        turned = heads[at] if heads.dtype == wide.dtype else torch.empty_like(wide)
-        _turn_into(turned, wide, cos, sin, -1.0)
-        if turned.dtype != heads.dtype:
-            heads[at] = turned
+        # 16-bit heads are rotated in the tables' type and rounded once
+        rotated = heads[at] if heads.dtype == wide.dtype else torch.empty_like(wide)
+        _rotate_into(rotated, wide, cos, sin, -1.0)
+        if rotated.dtype != heads.dtype:
+            heads[at] = rotated
     dqkv_TkgH[:, :, queries + 1 :].copy_(dv)

@@ -1,1 +1,1 @@
-"""The operations in Triton, their tables of sizes, and repairs of its interpreter."""
+"""The operations in Triton, the table of their tile sizes, and repairs of Triton's interpreter."""

@@ -6,9 +6,9 @@ With weight w, gradient g (scaled by `clip`), moments m and v:
     m <- beta1 * m + (1 - beta1) * g          v <- beta2 * v + (1 - beta2) * g^2
     w <- w - lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)
 
-lr, bias1 = 1 - beta1^t, bias2 = 1 - beta2^t and clip are read from the device, so that a step needs
-no host value: no recompilation, no synchronisation, and clipping costs no pass over memory. Every
-element is computed by itself, so a shard gives the same bits as the whole.
+lr, bias1 = 1 - beta1^t, bias2 = 1 - beta2^t and clip are read from the device. So a step needs no
+value on the host, no recompilation and no synchronisation, and clipping needs no pass over memory.
+Elements are independent of each other, so a shard gives the same bits as the whole.
 """
 
 from __future__ import annotations
@@ -52,19 +52,25 @@ def _adamw_kernel(
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
+
+    # read on the device, so a new step needs neither a recompilation nor the host
     lr = tl.load(hyper_ptr)
     bias1 = tl.load(hyper_ptr + 1)
     bias2 = tl.load(hyper_ptr + 2)
     clip = tl.load(hyper_ptr + 3)
+
     g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * clip
     w = tl.load(weight_ptr + at, mask=inside, other=0.0)
     m = tl.load(exp_avg_ptr + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+    # correctly rounded roots and quotients, as on the CPU: the approximate ones would differ
     w = w - lr * weight_decay * w
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + one_minus_beta2 * (g * g)
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(bias2)) + eps
     w = w - tl.div_rn(lr, bias1) * tl.div_rn(m, denominator)
+
     tl.store(weight_ptr + at, w, mask=inside)
     tl.store(exp_avg_ptr + at, m.to(exp_avg_ptr.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq_ptr + at, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
@@ -119,6 +125,7 @@ def adamw_(
     new weight in its own type. hyper: float32 [4] on the device = lr, 1 - beta1^t, 1 - beta2^t,
     factor of the gradient. Raises TypeError, ValueError.
     """
+    # A wrong type, length or stride would not fail in the kernel: it would read other memory.
     length = weight.numel()
     check_float("adamw", grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low=low)
     check_same("adamw", "types of the moments", exp_avg=exp_avg.dtype, exp_avg_sq=exp_avg_sq.dtype)
@@ -132,6 +139,7 @@ def adamw_(
     for name, x in {**tensors, "low": low}.items():
         if x is not None and not x.is_contiguous():
             raise ValueError(f"adamw: {name} must be contiguous; pass flat buffers")
+
     if length:
         use = choose("adamw")
         _adamw_kernel[(cdiv(length, use["block"]),)](
@@ -160,8 +168,9 @@ def sum_squares(
 ) -> Tensor:
     """out (one element, float32 or float64) (+)= sum of squares of a contiguous tensor.
 
-    Summed in float64 and in a fixed order: a pass is still bound by memory, and how a tensor is cut
-    moves the sum by 1e-15 only. Infinities and NaN come through. Raises TypeError, ValueError.
+    Summed in float64 and in a fixed order: memory is still the limit, and cutting a tensor in other
+    shards changes the sum by 1e-15 only. Infinities and NaN are passed on. programs: the size of
+    the grid, None for the device's. Raises TypeError, ValueError.
     """
     check_float("sum_squares", x=x)
     if not x.is_contiguous() or out.numel() != 1 or out.dtype not in _SUM_TYPES:
@@ -169,6 +178,8 @@ def sum_squares(
             "sum_squares: x must be contiguous and out one float32 or float64 element; got strides "
             f"{x.stride()} and {out.dtype} {tuple(out.shape)}"
         )
+
+    # Two kernels instead of atomic additions, whose order changes from run to run.
     use, last = choose("sum_squares"), choose("sum_partials")
     programs = programs or num_programs(x.device, use["programs_per_sm"])
     partial = x.new_empty(programs, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""A step of AdamW in one pass over memory for each run, with everything that changes on the device.
+"""A step of AdamW in one pass over memory for each run, with the changing numbers on the device.
 
-A run's gradient is read once, multiplied by the clip coefficient over the loss scale on the way,
-and its weight, moments and 16-bit copy are written in the same pass. What changes from step to step
-travels in one small tensor, so that nothing is compiled anew and no kernel waits for the host.
+A run's gradient is read once and multiplied by the clip coefficient over the loss scale; its
+weight, moments and 16-bit copy are written in the same pass. Numbers that change from step to step
+are in one small tensor on the device, so no kernel is compiled again and none waits for the host.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megalite.kernels.triton.adamw import adamw_, sum_squares
 
 
 class TritonAdamW:
-    """The operations in Triton."""
+    """`AdamWOperations` in Triton."""
 
     def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
-        """One pass over memory for each run, the 16-bit copy included."""
+        """A plan with one pass over memory for each run, the 16-bit copy included."""
         return OnePassAdamW(runs, settings)
 
     def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -32,7 +32,7 @@ class TritonAdamW:
 
 
 class OnePassAdamW:
-    """An `AdamWPlan` of one kernel launch a run."""
+    """An `AdamWPlan` with one kernel launch for each run."""
 
     takes_factor = True
     writes_low = True

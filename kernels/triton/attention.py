@@ -1,14 +1,14 @@
 """Attention with an interval mask in Triton: forward, delta, and merging of chunks.
 
-Query i sees keys lo[i] <= j < up[i] (see `intervals`). N query heads read K key/value heads, N / K
-each. Scores are kept in base 2, softmax and sums in float32, products in the storage type. With
-s = scale * q k^T:
+Query i sees keys lo[i] <= j < up[i] (see `plain.intervals`). Each of K key/value heads is read by
+N / K of N query heads. Scores are kept in base 2, softmax and sums in float32, products in the
+storage type. With s = scale * q k^T:
 
     p = exp(s - lse),  o = p v,  delta = sum over H of o * do
     dv = p^T do,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q
 
-The backward is in `triton.attention_backward`. A query that sees nothing gives o = 0 and
-lse = -inf. Chunks of a ring merge by their lse (`merge_chunks`), and their backward takes the
+The backward is in `triton.attention_backward`. A query that sees no key gives o = 0 and
+lse = -inf. Chunks of a ring are merged by their lse (`merge_chunks`), and their backward takes the
 merged lse and delta.
 """
 
@@ -25,8 +25,8 @@ from megalite.kernels.triton.attention_tiles import (
     LOG2_E,
     NO_DROP,
     UNSPECIALIZED,
+    AttentionTiles,
     Drop,
-    Tiles,
     bounds,
     check_inputs,
     default_tiles,
@@ -49,20 +49,25 @@ def _forward_step(
     a, b, first_key, key0, threshold, keep_scale,
     BN: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
+    """One block of keys: the online softmax's (weighted sum of v, maximum, sum of weights)."""
     k = load_tile(k_src, column, keys, head, k_stride, BN, H, TMA)
     s = tl.dot(q, k.T, input_precision="ieee")
     if MASK:
         j = column + tl.arange(0, BN)
         seen = (j[None, :] >= lo[:, None]) & (j[None, :] < up[:, None])
         s = tl.where(seen, s, float("-inf"))
+
     new_top = tl.maximum(top, tl.max(s, 1) * scale)
     shift = new_top
     if MASK:
+        # 0 instead of -inf for a row that has seen no key yet, since -inf - -inf is NaN
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(s * scale - shift[:, None])
     keep = tl.exp2(top - shift)
     total = total * keep + tl.sum(p, 1)
     acc = acc * keep[:, None]
+
+    # after the sum: dropout acts on the softmax's weights and leaves their sum as it is
     if DROP:
         c = key_words(first_key, column, key0, BN)
         p = tl.where(kept(a[:, None], b[:, None], c[None, :], threshold), p * keep_scale, 0.0)
@@ -85,6 +90,7 @@ def _forward_kernel(
     kv_head = head // GROUP
     lo, up, start, full_start, full_stop, stop = bounds(lo_ptr, up_ptr, row, queries, keys, BM, BN)
     q = load_tile(q_src, row, queries, head, q_stride, BM, H, TMA)
+
     BLOCK: tl.constexpr = triton.next_power_of_2(H)
     acc = tl.zeros((BM, BLOCK), dtype=tl.float32)
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
@@ -93,6 +99,8 @@ def _forward_kernel(
     b = 0
     if DROP:
         a, b = query_words(first_query, row, first_head + head, key0, key1, BM)
+
+    # the masked blocks of both sides in one loop, so that their step is compiled once
     left = full_start - start
     for i in range(0, left + stop - full_stop, BN):
         column = tl.where(i < left, start + i, full_stop + i - left)
@@ -105,6 +113,8 @@ def _forward_kernel(
             q, k_src, v_src, acc, top, total, column, keys, kv_head, k_stride, v_stride, lo, up,
             scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, False, DROP,
         )  # fmt: skip
+
+    # a row that sees no key has a total of 0 and must give o = 0, not NaN
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     store_tile(o_ptr, acc, row, queries, head, N * H, BM, H)
@@ -125,7 +135,7 @@ def _delta_kernel(
     inside = row + tl.arange(0, ROWS) < rows
     at = head.to(tl.int64) * rows + row + tl.arange(0, ROWS)
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
-    # +inf where a row sees nothing, so that every p of the row is 0
+    # +inf if the row sees no key, so that every p of the row is 0
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(stats_ptr + at, lse, mask=inside)
     stats_ptr += tl.cast(rows, tl.int64) * N
@@ -140,14 +150,14 @@ def attention_forward(
     *,
     scale: float | None = None,
     drop: Drop | None = None,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o[T, N, H], lse[N, T]) of T queries over S keys. Raises TypeError, ValueError.
 
-    scale: of the scores, 1 / sqrt(H) by default. lse: float32, natural logarithm. tma: take inputs
-    through descriptors (None: where alignment and H allow). drop: of the softmax's weights, which
-    lse and the sums leave out of account.
+    scale: the factor of the scores, 1 / sqrt(H) by default. lse: float32, natural logarithm. tma:
+    load inputs through descriptors (None: if alignment and H allow). drop: dropout of the softmax's
+    weights; lse and the softmax's sums are those without it.
     """
     check_inputs(q_TNH, k_SKH, v_SKH, mask)
     queries, heads, head_dim = q_TNH.shape
@@ -159,9 +169,12 @@ def attention_forward(
         return o_TNH, lse_NT
     if not keys:
         return o_TNH.zero_(), lse_NT.fill_(-torch.inf)
+
+    # Descriptors first, since the table has other tiles for loads through pointers.
     use_tma = tma_fits(head_dim, q, k, v) if tma is None else tma
     t = tiles or default_tiles("forward", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
     scale = positive_scale(scale, head_dim)
+    dropping = drop.arguments() if drop else NO_DROP
     _forward_kernel[(cdiv(queries, t.queries), heads)](
         operand(q, t.queries, head_dim, use_tma),
         operand(k, t.keys, head_dim, use_tma),
@@ -176,7 +189,7 @@ def attention_forward(
         k.stride(0),
         v.stride(0),
         scale * LOG2_E,
-        *(drop.arguments() if drop else NO_DROP),
+        *dropping,
         N=heads,
         GROUP=heads // kv_heads,
         H=head_dim,
@@ -192,14 +205,16 @@ def attention_forward(
 
 
 def attention_delta(o_TNH: Tensor, do_TNH: Tensor, lse_NT: Tensor) -> Tensor:
-    """What the backward needs of each row: float32 [2, N, T] = lse in base 2, sum of o * do.
+    """The statistics of rows for the backward: float32 [2, N, T] = lse in base 2, sum of o * do.
 
-    o and lse are those of the whole softmax: for a chunk of a ring, the merged ones. lse is +inf
-    where a query sees nothing.
+    o and lse are those of the whole softmax: for a chunk of a ring, the merged ones. In the result
+    lse is +inf for a query that sees no key. Raises ValueError.
     """
     tokens, heads, head_dim = o_TNH.shape
     check_shape("attention_delta", (tokens, heads, head_dim), do=do_TNH)
     check_shape("attention_delta", (heads, tokens), lse=lse_NT)
+
+    # Computed once here and not in both backward kernels, which would each read o for it.
     o, do = flat(o_TNH), flat(do_TNH)
     stats_2NT = o.new_empty(2, heads, tokens, dtype=torch.float32)
     use = choose("attention_delta")

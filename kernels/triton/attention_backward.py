@@ -1,7 +1,8 @@
 """The backward of attention in Triton: dQ, and dK with dV, in separate kernels.
 
-With p, ds as in `triton.attention`. Seven products instead of five, but no atomics, so gradients
-are the same bits on every run. Dropout recomputes the forward's mask from its counters.
+With p and ds as in `triton.attention`. That takes seven products instead of five, but no atomics,
+so gradients are the same bits on every run. Dropout computes the forward's mask again from its
+counters.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from megalite.kernels.triton.attention_tiles import (
     LOG2_E,
     NO_DROP,
     UNSPECIALIZED,
+    AttentionTiles,
     Drop,
-    Tiles,
     bounds,
     check_inputs,
     default_tiles,
@@ -49,6 +50,7 @@ def _dq_step(
     a, b, first_key, key0, threshold, keep_scale,
     BN: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
+    """dq plus the part of one block of keys."""
     k = load_tile(k_src, column, keys, head, k_stride, BN, H, TMA)
     v = load_tile(v_src, column, keys, head, v_stride, BN, H, TMA)
     s = tl.dot(q, k.T, input_precision="ieee")
@@ -73,6 +75,7 @@ def _dq_kernel(
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
+    # longest rows first, as in the forward
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     head = tl.program_id(1)
     kv_head = head // GROUP
@@ -80,12 +83,15 @@ def _dq_kernel(
     q = load_tile(q_src, row, queries, head, q_stride, BM, H, TMA)
     do = load_tile(do_src, row, queries, head, do_stride, BM, H, TMA)
     lse, delta = _row_stats(stats_ptr, head, row, queries, N, BM)
+
     BLOCK: tl.constexpr = triton.next_power_of_2(H)
     dq = tl.zeros((BM, BLOCK), dtype=tl.float32)
     a = 0
     b = 0
     if DROP:
         a, b = query_words(first_query, row, first_head + head, key0, key1, BM)
+
+    # the masked blocks of both sides in one loop, so that their step is compiled once
     left = full_start - start
     for i in range(0, left + stop - full_stop, BN):
         column = tl.where(i < left, start + i, full_stop + i - left)
@@ -98,6 +104,7 @@ def _dq_kernel(
             q, do, lse, delta, dq, k_src, v_src, column, keys, kv_head, k_stride, v_stride, lo, up,
             scale, a, b, first_key, key0, threshold, keep_scale, BN, H, TMA, False, DROP,
         )  # fmt: skip
+
     store_tile(dq_ptr, dq * dq_scale, row, queries, head, N * H, BM, H)
 
 
@@ -108,10 +115,14 @@ def _dkdv_step(
     N: tl.constexpr, BM: tl.constexpr, H: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Scores are transposed here, [keys, queries]: p and ds feed the products from registers."""
+    """(dk, dv) plus the part of one block of queries.
+
+    Scores are transposed here, [keys, queries], so the products take p and ds from registers.
+    """
     q = load_tile(q_src, row, queries, head, q_stride, BM, H, TMA)
     do = load_tile(do_src, row, queries, head, do_stride, BM, H, TMA)
     lse, delta = _row_stats(stats_ptr, head, row, queries, N, BM)
+
     s = tl.dot(k, q.T, input_precision="ieee")
     p = tl.exp2(s * scale - lse[None, :])
     if MASK:
@@ -121,6 +132,8 @@ def _dkdv_step(
     if DROP:
         a, b = query_words(first_query, row, first_head + head, key0, key1, BM)
         keep = kept(a[None, :], b[None, :], c[:, None], threshold)
+
+    # dv takes the weights after dropout, ds those before it; dp passes through the mask
     if DV:
         dropped = p
         if DROP:
@@ -151,6 +164,7 @@ def _dkdv_kernel(
     )
     k = load_tile(k_src, column, keys, kv_head, k_stride, BN, H, TMA)
     v = load_tile(v_src, column, keys, kv_head, v_stride, BN, H, TMA)
+
     BLOCK: tl.constexpr = triton.next_power_of_2(H)
     dk = tl.zeros((BN, BLOCK), dtype=tl.float32)
     dv = tl.zeros((BN, BLOCK), dtype=tl.float32)
@@ -160,6 +174,7 @@ def _dkdv_kernel(
     c = 0
     if DROP:
         c = key_words(first_key, column, key0, BN)
+
     N: tl.constexpr = K * GROUP
     # one loop over all query heads of the group: nested loops cost registers
     left = full_start - start
@@ -176,6 +191,7 @@ def _dkdv_kernel(
         i += BM
         head += tl.where(i == span, 1, 0)
         i = tl.where(i == span, 0, i)
+
     if TWO_LOOPS:
         head = kv_head * GROUP
         row = full_start
@@ -188,6 +204,7 @@ def _dkdv_kernel(
             row += BM
             head += tl.where(row == full_stop, 1, 0)
             row = tl.where(row == full_stop, full_start, row)
+
     if DK:
         store_tile(dk_ptr, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
     if DV:
@@ -204,13 +221,14 @@ def attention_backward(
     *,
     scale: float | None = None,
     drop: Drop | None = None,
-    dq_tiles: Tiles | None = None,
-    dkdv_tiles: Tiles | None = None,
+    dq_tiles: AttentionTiles | None = None,
+    dkdv_tiles: AttentionTiles | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq[T, N, H], dk[S, K, H], dv[S, K, H]); stats from `attention_delta`, drop as forward.
+    """(dq[T, N, H], dk[S, K, H], dv[S, K, H]) for the gradient do of the output.
 
-    Raises TypeError, ValueError.
+    stats: from `attention_delta`. scale and drop: those of the forward. tma: as in
+    `attention_forward`. Raises TypeError, ValueError.
     """
     check_inputs(q_TNH, k_SKH, v_SKH, mask)
     queries, heads, head_dim = q_TNH.shape
@@ -222,10 +240,13 @@ def attention_backward(
     dk_SKH, dv_SKH = (k_SKH.new_empty(keys, kv_heads, head_dim) for _ in range(2))
     if not (queries and keys):
         return dq_TNH.zero_(), dk_SKH.zero_(), dv_SKH.zero_()
+
+    # Descriptors first, since the table has other tiles for loads through pointers.
     use_tma = tma_fits(head_dim, q, k, v, do) if tma is None else tma
     scale = positive_scale(scale, head_dim)
     dropping = drop.arguments() if drop else NO_DROP
     strides = (q.stride(0), k.stride(0), v.stride(0), do.stride(0))
+
     t = dq_tiles or default_tiles("dq", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
     _dq_kernel[(cdiv(queries, t.queries), heads)](
         operand(q, t.queries, head_dim, use_tma),
@@ -253,8 +274,9 @@ def attention_backward(
         num_stages=t.stages,
         **OPTIONS,
     )
+
+    # Two sums of 256 columns do not fit in registers, so each gets a pass of its own.
     t = dkdv_tiles or default_tiles("dkdv", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
-    # both sums of 256 columns do not fit in registers: each gets a pass of its own
     passes = [(True, True)] if head_dim <= 128 else [(True, False), (False, True)]
     for with_dk, with_dv in passes:
         _dkdv_kernel[(cdiv(keys, t.keys), kv_heads)](

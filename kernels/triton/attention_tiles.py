@@ -1,9 +1,9 @@
-"""What attention's forward and backward in Triton share: tiles in and out, masks, dropout words.
+"""Tiles of memory, masks and dropout words for attention's forward and backward in Triton.
 
-An interval mask lets query i see keys lo[i] <= j < up[i]. A block of queries walks its partly
-visible key blocks first, with the mask, and then the fully visible ones without; a block of keys
-walks its queries likewise. Inputs come through TMA descriptors of the 2-D view [T, heads * H] where
-H is a power of two and memory is aligned, else through masked pointers.
+An interval mask lets query i see keys lo[i] <= j < up[i]. A block of queries loops over its partly
+visible key blocks first, with the mask, and then over the fully visible ones without; a block of
+keys loops over its queries likewise. Inputs are loaded through TMA descriptors of the 2-D view
+[T, heads * H] if H is a power of two and memory is aligned, else through masked pointers.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(out_ptr, value, row, rows, head, stride, ROWS: tl.constexpr, H: tl.constexpr):
+    """Store [ROWS, next power of two of H] to rows row ... row + ROWS - 1 of one head."""
     BLOCK: tl.constexpr = triton.next_power_of_2(H)
     at = row + tl.arange(0, ROWS).to(tl.int64)
     dim = tl.arange(0, BLOCK)
@@ -58,9 +59,11 @@ def store_tile(out_ptr, value, row, rows, head, stride, ROWS: tl.constexpr, H: t
 
 @triton.jit
 def bounds(lo_ptr, up_ptr, row, rows, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of ROWS intervals: them, and the block-aligned walk: masked left, full, masked right.
+    """ROWS intervals (lo, up), and the bounds of their blocks of columns.
 
-    Rows past the end see nothing: their interval is empty and sits inside every other one.
+    Those are, in steps of BLOCK: start ... full_start partly visible, full_start ... full_stop
+    visible to all rows, full_stop ... stop partly visible. Rows past the end see nothing: their
+    interval is empty and limits no bound.
     """
     at = row + tl.arange(0, ROWS)
     inside = at < rows
@@ -81,7 +84,7 @@ def bounds(lo_ptr, up_ptr, row, rows, length, ROWS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def query_words(first, row, plane, key0, key1, ROWS: tl.constexpr):
-    """Both row words of the dropout mask, of queries row ... row + ROWS - 1."""
+    """The two words a and b of the dropout mask for queries row ... row + ROWS - 1."""
     token = row + tl.arange(0, ROWS).to(tl.int64) + first
     plane = plane.to(tl.uint32)
     a = row_word(token, plane, key0.to(tl.uint32, bitcast=True))
@@ -90,7 +93,7 @@ def query_words(first, row, plane, key0, key1, ROWS: tl.constexpr):
 
 @triton.jit
 def key_words(first, column, key0, COLUMNS: tl.constexpr):
-    """Column words of the dropout mask, of keys column ... column + COLUMNS - 1."""
+    """The word c of the dropout mask for keys column ... column + COLUMNS - 1."""
     token = column + tl.arange(0, COLUMNS).to(tl.int64) + first
     return mix(token.to(tl.uint32) ^ key0.to(tl.uint32, bitcast=True))
 
@@ -109,7 +112,7 @@ class Drop(NamedTuple):
     first_head: int = 0
 
     def arguments(self) -> tuple[int | float, ...]:
-        """What the kernels take."""
+        """The arguments of the kernels: first query, key and head, key words, threshold, scale."""
         words = (signed_word(word) for word in self.key)
         places = (self.first_query, self.first_key, self.first_head)
         return (*places, *words, keep_threshold(self.p), 1.0 / (1.0 - self.p))
@@ -119,8 +122,11 @@ NO_DROP = (0, 0, 0, 0, 0, 0, 1.0)
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Rows of queries and keys a program holds at once, warps, pipeline stages."""
+class AttentionTiles:
+    """Queries and keys that a program holds at once, warps, pipeline stages.
+
+    two_loops: the kernel for dk and dv loops over fully visible blocks apart from the others.
+    """
 
     queries: int
     keys: int
@@ -131,10 +137,10 @@ class Tiles:
 
 def default_tiles(
     kernel: str, head_dim: int, dtype: torch.dtype, *, tma: bool = True, drop: bool = False
-) -> Tiles:
-    """Tiles of a kernel ("forward", "dq", "dkdv") by the committed table (`tables`).
+) -> AttentionTiles:
+    """The tiles of a kernel ("forward", "dq", "dkdv") from the committed table (`tables`).
 
-    tma: loads by descriptors, not by pointers. drop: with dropout of the weights.
+    tma: True for loads through descriptors. drop: True with dropout of the weights.
     """
     use = choose(
         f"attention_{kernel}",
@@ -144,17 +150,19 @@ def default_tiles(
         dropout=drop,
     )
     since = tuple(int(part) for part in use.get("two_loops_since", "0").split("."))
-    return Tiles(use["queries"], use["keys"], use["warps"], use["stages"], since <= _TRITON)
+    return AttentionTiles(
+        use["queries"], use["keys"], use["warps"], use["stages"], two_loops=since <= _TRITON
+    )
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether a descriptor can describe x: aligned rows, of which none overlaps another."""
+    """True if a TMA descriptor can describe x: its rows are aligned and do not overlap."""
     bytes_of, stride = x.element_size(), x.stride(0)
     return x.data_ptr() % 16 == 0 and stride * bytes_of % 16 == 0 and stride >= x.shape[1]
 
 
 def flat(x_THD: Tensor) -> Tensor:
-    """The 2-D view [T, heads * H] of [T, heads, H]; a copy where heads are not adjacent."""
+    """The 2-D view [T, heads * H] of [T, heads, H]; a copy if heads are not adjacent."""
     heads, head_dim = x_THD.shape[1:]
     adjacent = x_THD.stride(2) == 1 and (heads == 1 or x_THD.stride(1) == head_dim)
     if not adjacent:
@@ -163,14 +171,17 @@ def flat(x_THD: Tensor) -> Tensor:
 
 
 def operand(x: Tensor, rows: int, head_dim: int, tma: bool) -> Tensor | TensorDescriptor:
+    """x as `load_tile` takes it: a descriptor of tiles of `rows` rows, or x for pointers."""
     return TensorDescriptor.from_tensor(x, [rows, head_dim]) if tma else x
 
 
 def tma_fits(head_dim: int, *tensors: Tensor) -> bool:
+    """True if descriptors can load all tensors; they have no mask for columns beyond H."""
     return head_dim == next_power_of_2(head_dim) and all(map(_aligned, tensors))
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Intervals) -> None:
+    """Raise TypeError, ValueError for inputs that the kernels do not take."""
     check_float("attention", q=q, k=k, v=v)
     check_same("attention", "types", q=q.dtype, k=k.dtype, v=v.dtype)
     queries, heads, head_dim = q.shape
@@ -188,6 +199,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Intervals) -> None:
 
 
 def positive_scale(scale: float | None, head_dim: int) -> float:
+    """The scale of scores, 1 / sqrt(H) by default. Raises ValueError."""
     if scale is None:
         return float(head_dim**-0.5)
     if not scale > 0:

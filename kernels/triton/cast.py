@@ -1,7 +1,7 @@
 """Scale and cast with saturation in Triton: out = saturate(x * scale) in out's type.
 
 Values beyond the largest finite number of out's type become that number; NaN stays NaN. The scale
-is read from the device, so that it may come from a kernel.
+is read on the device, so a kernel may have computed it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def scale_cast(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
         raise ValueError(
             f"scale_cast: scale is {scale.dtype} {tuple(scale.shape)}, not one float32"
         )
+
+    # An empty grid cannot be launched.
     if x.numel():
         use = choose("cast")
         _cast_kernel[(cdiv(x.numel(), use["block"]),)](

@@ -1,15 +1,15 @@
 """Cross entropy over a vocabulary shard in Triton: local statistics, and the gradient in place.
 
 Each shard reads its logits once and returns [T, 3] = maximum, sum of exp(x - maximum), target; one
-gather of those gives every shard the loss (`combine`). With smoothing e over a vocabulary of V
-tokens, z-loss factor z, weight w of a token and label y:
+gather of those gives every shard the loss (`cross_entropy_combine`). With smoothing e over a
+vocabulary of V tokens, z-loss factor z, weight w of a token and label y:
 
-    target = (1 - e) * x[y] + e / V * sum of x   (a shard adds what it holds)
+    target = (1 - e) * x[y] + e / V * sum of x   (each shard has its own columns' part)
     loss = w * (lse - target + z * lse^2)
     dloss/dx[j] = w * ((1 + 2 z lse) * softmax[j] - (1 - e) [j = y] - e / V)
 
-A label equal to `ignore_index` has weight 0. Columns past the shard's share of the true vocabulary
-are padding: they count in nothing and get gradient 0.
+A label equal to `ignore_index` has weight 0. Columns past the shard's part of the true vocabulary
+are padding: no sum includes them, and their gradient is 0.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megalite.kernels.arguments import (
     check_shape,
     vector,
 )
+from megalite.kernels.plain.loss import IGNORE_INDEX, smoothing_share
 from megalite.kernels.triton.tables import choose
 
-IGNORE_INDEX = -100
-MOST_LABELS = (1 << 31) - 1  # of a vocabulary of unknown size
+MOST_LABELS = (1 << 31) - 1  # the bound of labels if the size of the vocabulary is not given
 
 
 @triton.jit
@@ -50,7 +50,8 @@ def _stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     lane = tl.arange(0, BLOCK)
-    # every lane keeps its own maximum and sum; lanes meet once, at the end
+
+    # every lane keeps its own maximum and sum: one reduction over lanes, at the end
     top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     plain = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -63,9 +64,12 @@ def _stats_kernel(
         top = new_top
         if SMOOTH:
             plain += tl.where(inside, x, 0.0)
+
+    # shift is 0 instead of -inf if there is no logit, since -inf - -inf is NaN
     row_top = tl.max(top, 0)
     shift = tl.where(row_top == float("-inf"), 0.0, row_top)
     row_total = tl.sum(total * tl.exp(top - shift), 0)
+
     column = tl.load(label_ptr + row) - first_column
     owned = (column >= 0) & (column < num_columns)
     target = tl.load(logits_ptr + column, mask=owned, other=0.0).to(tl.float32)
@@ -94,11 +98,14 @@ def _combine_kernel(
 ):
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
+
+    # the maximum of all shards first, so that every shard's sum is scaled once
     top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     at = stats_ptr + token * 3
     for _ in range(num_shards):
         top = tl.maximum(top, tl.load(at, mask=inside, other=0.0))
         at += num_tokens * 3
+
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     target = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -109,11 +116,13 @@ def _combine_kernel(
         total += shard_total * tl.exp(shard_top - shift)
         target += tl.load(at + 2, mask=inside, other=0.0)
         at += num_tokens * 3
+
     lse = top + tl.log(total)
     loss = lse - target + z_loss * lse * lse
     if WEIGHTS:
         loss = loss * tl.load(weight_ptr + token, mask=inside, other=0.0)
     if LABELS:
+        # in this order: an ignored label is outside of the vocabulary, too
         label = tl.load(label_ptr + token, mask=inside, other=0)
         loss = tl.where((label < 0) | (label >= vocab_size), float("nan"), loss)
         loss = tl.where(label == ignore_index, 0.0, loss)
@@ -142,6 +151,8 @@ def _grad_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row * stride
+
+    # the token's factor: 0 for an ignored label, whatever its dloss
     label = tl.load(label_ptr + row)
     lse = tl.load(lse_ptr + row)
     scale = tl.load(dloss_ptr + row).to(tl.float32)
@@ -149,6 +160,8 @@ def _grad_kernel(
         scale = scale * tl.load(weight_ptr + row)
     ignored = label == ignore_index
     scale = tl.where(ignored, 0.0, scale)
+
+    # logits without weight are not read: they may be infinite or NaN
     used = (column < num_columns) & (scale != 0.0)
     x = tl.load(logits_ptr + column, mask=used, other=float("-inf")).to(tl.float32)
     p = tl.exp(x - lse) * (1.0 + 2.0 * z_loss * lse)
@@ -170,12 +183,6 @@ def _check(operation: str, logits_Tv: Tensor, label_T: Tensor, num_columns: int)
         )
 
 
-def _share(smoothing: float, vocab_size: int | None) -> float:
-    if smoothing and not vocab_size:
-        raise ValueError("cross_entropy: smoothing needs vocab_size, the number of true tokens")
-    return smoothing / vocab_size if smoothing and vocab_size else 0.0
-
-
 def cross_entropy_stats(
     logits_Tv: Tensor,
     label_T: Tensor,
@@ -185,15 +192,17 @@ def cross_entropy_stats(
     smoothing: float = 0.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """What a shard knows of the loss: float32 [T, 3]. Raises TypeError, ValueError.
+    """The statistics of a vocabulary shard: float32 [T, 3]. Raises TypeError, ValueError.
 
     Columns are tokens first_column ... first_column + num_columns - 1 of the vocabulary, further
     columns padding. A shard of padding alone gives maximum -inf, sum 0.
     """
     _check("cross_entropy", logits_Tv, label_T, num_columns)
-    share = _share(smoothing, vocab_size)
+    share = smoothing_share(smoothing, vocab_size)
     tokens = len(logits_Tv)
     stats_T3 = logits_Tv.new_empty(tokens, 3, dtype=torch.float32)
+
+    # An empty grid cannot be launched.
     if tokens:
         use = choose("cross_entropy_stats")
         _stats_kernel[(tokens,)](
@@ -225,11 +234,13 @@ def cross_entropy_combine(
 ) -> tuple[Tensor, Tensor]:
     """Merge all shards' statistics [tp, T, 3], in shard order: (loss[T], log-sum-exp[T]).
 
-    Without labels no token is ignored. vocab_size: labels that are neither below it
-    nor ignored have a loss of NaN.
+    Without labels no token is ignored. vocab_size: a label outside 0 ... vocab_size - 1 that is not
+    ignored has a loss of NaN.
     """
     shards, tokens, _ = stats_rT3.shape
     check_shape("cross_entropy_combine", (tokens,), label=label_T, weight=weight_T)
+
+    # The kernel reads shards and tokens at fixed strides.
     stats_rT3 = stats_rT3.contiguous()
     loss_T, lse_T = (stats_rT3.new_empty(tokens) for _ in range(2))
     if tokens:
@@ -273,9 +284,11 @@ def cross_entropy_grad_(
     dloss_T: gradient of each token's loss (float32); may be expanded from one element.
     """
     _check("cross_entropy_grad", logits_Tv, label_T, num_columns)
-    share = _share(smoothing, vocab_size)
+    share = smoothing_share(smoothing, vocab_size)
     tokens, all_columns = logits_Tv.shape
     check_shape("cross_entropy_grad", (tokens,), lse=lse_T, dloss=dloss_T, weight=weight_T)
+
+    # The grid covers padding columns as well: their gradient must be written, as 0.
     if logits_Tv.numel():
         use = choose("cross_entropy_grad")
         _grad_kernel[(tokens, cdiv(all_columns, use["block"]))](

@@ -3,8 +3,8 @@
     erf form:  a = z * Phi(z),  Phi(z) = (1 + erf(z / sqrt(2))) / 2,  z = h + bias
     tanh form: Phi(z) is replaced by sigmoid(2 u),  u = sqrt(2 / pi) * (z + 0.044715 z^3)
 
-The second is the usual (1 + tanh(u)) / 2. The gradient overwrites h; the bias gradient is summed by
-a fixed number of programs, whose partial rows `triton.norm.column_sum` adds in order.
+sigmoid(2 u) equals the usual (1 + tanh(u)) / 2. The gradient overwrites h; the bias gradient is
+summed by a fixed number of programs, whose partial rows `triton.norm.column_sum` adds in order.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def _gelu_grad_kernel(
     bias = tl.zeros((COLUMNS,), dtype=tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
+
+    # rows in steps of the grid: each program's part of the sum is fixed by the grid's size
     dbias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(program * ROWS, num_rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS).to(tl.int64)
@@ -97,6 +99,7 @@ def _gelu_grad_kernel(
         tl.store(h_at, dz.to(h_ptr.dtype.element_ty), mask=inside)
         if BIAS:
             dbias += dz
+
     if BIAS:
         partial = dbias_ptr + program.to(tl.int64) * num_columns + column
         tl.store(partial, tl.sum(dbias, 0), mask=column < num_columns)
@@ -109,7 +112,7 @@ def _check(operation: str, h_Tf: Tensor, bias_f: Tensor | None) -> None:
 
 
 def gelu_forward(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Tensor:
-    """a[T, f] = gelu(h + bias); erf: the exact form instead of the tanh one.
+    """a[T, f] = gelu(h + bias); erf: the erf form instead of the tanh form.
 
     Raises TypeError, ValueError.
     """
@@ -151,12 +154,15 @@ def gelu_backward_(
     da_Tf = rows_readable(da_Tf)
     check_shape("gelu_grad", (tokens, columns), da=da_Tf)
     check_same("gelu_grad", "types", h=h_Tf.dtype, da=da_Tf.dtype)
+
+    # The grid is as large as the device for any number of rows, so that sums keep their order.
     use = choose("gelu_grad")
     blocks = max(1, cdiv(columns, use["columns"]))
     programs = programs or max(1, num_programs(h_Tf.device, use["programs_per_sm"]) // blocks)
     dbias_Pf = None
     if bias_f is not None:
         dbias_Pf = h_Tf.new_empty(programs, columns, dtype=torch.float32)
+
     if columns:
         _gelu_grad_kernel[(blocks, programs)](
             da_Tf,

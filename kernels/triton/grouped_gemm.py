@@ -1,13 +1,13 @@
-"""Products of each expert's rows with its weights in Triton: y, dx and dW of ragged groups.
+"""Products of each expert's rows with its weights in Triton: y, dx and dW of groups of rows.
 
     y[r] = x[r] @ W[e]^T,  dx[r] = dy[r] @ W[e],  dW[e] (+)= sum over rows r of e of dy[r]^T x[r]
 
-W is [E, F, D]; expert e has rows offset[e] to offset[e + 1] - 1. Which expert a tile of rows
-belongs to is computed on the device (`row_tiles`): the grid is an upper bound, and programs past
-the last tile return at once. Rows after the last expert's are written as zeros. Sums are float32
-in a fixed order; float32 products are full float32 (`ieee`).
+W is [E, F, D]; expert e has rows offset[e] to offset[e + 1] - 1. The expert of each tile of rows is
+computed on the device (`row_tiles`): the grid is an upper bound, and programs past the last tile
+return at once. Rows after the last expert's are written as zeros. Sums are float32 in a fixed
+order; float32 products are full float32 (`ieee`).
 
-Operands come through TMA descriptors where memory is aligned, else through masked pointers.
+Operands are loaded through TMA descriptors if memory is aligned, else through masked pointers.
 """
 
 from __future__ import annotations
@@ -49,20 +49,24 @@ def _row_tiles_kernel(
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """(expert, first row, end of the expert's rows) of TILES tiles; see `RowTiles`."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     group = tl.arange(0, GROUPS)  # group E: the rows after the last expert's
     start = tl.load(offset_ptr + group, mask=group <= E, other=0)
     start = tl.where(group <= E, start, num_rows)
     stop = tl.load(offset_ptr + group + 1, mask=group < E, other=0)
     stop = tl.where(group < E, stop, num_rows)
+
+    # tiles first ... last - 1 belong to the group
     tiles = (stop - start + ROWS - 1) // ROWS
     last = tl.cumsum(tiles, 0)
     first = last - tiles
     mine = (tile[:, None] >= first[None, :]) & (tile[:, None] < last[None, :])
     row = start[None, :] + (tile[:, None] - first[None, :]) * ROWS
+
     at = tile_ptr + tile.to(tl.int64) * 3
     inside = tile < num_tiles
-    # one group or none has the tile; the expert is -1 where none has
+    # at most one group has the tile; the expert is -1 if none has
     tl.store(at, tl.sum(tl.where(mine, group[None, :] + 1, 0), 1) - 1, mask=inside)
     tl.store(at + 1, tl.sum(tl.where(mine, row, 0), 1), mask=inside)
     tl.store(at + 2, tl.sum(tl.where(mine, stop[None, :], 0), 1), mask=inside)
@@ -73,7 +77,7 @@ def _load(
     source, row, column, row_stop, column_stop, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS] at (row, column); by pointers 0 from either stop on."""
+    """The tile [ROWS, COLUMNS] at (row, column); through pointers 0 from either stop on."""
     if TMA:
         tile = source.load([row, column])
     else:
@@ -105,9 +109,9 @@ def _grouped_rows_kernel(
     E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """out[rows of a tile] = x @ W[e]^T (TRANSPOSED) or x @ W[e], a block of columns a program."""
+    """out[rows of a tile] = x @ W[e]^T (TRANSPOSED) or x @ W[e]; a program has BN columns."""
     blocks = (num_columns + BN - 1) // BN
-    # neighbours share rows of x, and soon after the expert's weights
+    # neighbouring programs load the same rows of x, and later ones the same expert's weights
     tile_at = tile_ptr + (tl.program_id(0) // blocks).to(tl.int64) * 3
     column = tl.program_id(0) % blocks * BN
     expert = tl.load(tile_at)
@@ -115,6 +119,8 @@ def _grouped_rows_kernel(
         return
     row = tl.load(tile_at + 1)
     row_stop = tl.load(tile_at + 2)
+
+    # no steps for rows after the last expert's, whose sums stay 0
     first = expert * weight_rows
     stop = first + weight_rows
     acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -130,6 +136,7 @@ def _grouped_rows_kernel(
                 weight_src, first + k, column, stop, num_columns, weight_stride, BK, BN, TMA
             )
             acc = tl.dot(x, weight, acc, input_precision="ieee")
+
     _store_sums(out_ptr, acc, row, column, row_stop, num_columns, out_stride, BM, BN, False)
 
 
@@ -140,13 +147,14 @@ def _grouped_weight_grad_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """A block of dW[e]: the expert's rows in order, whole blocks first, then what is left."""
+    """A block of dW[e]: sums over the expert's rows in order, whole blocks of rows first."""
     row_blocks = (num_rows_out + BM - 1) // BM
     column_blocks = (num_columns + BN - 1) // BN
     expert = tl.program_id(0) // (row_blocks * column_blocks)
     block = tl.program_id(0) % (row_blocks * column_blocks)
     out_row = block // column_blocks * BM
     column = block % column_blocks * BN
+
     start = tl.load(offset_ptr + expert)
     stop = tl.load(offset_ptr + expert + 1)
     whole = stop
@@ -158,13 +166,14 @@ def _grouped_weight_grad_kernel(
         x = _load(x_src, row, column, stop, num_columns, x_stride, BK, BN, TMA)
         acc = tl.dot(dy.T, x, acc, input_precision="ieee")
     if TMA:
-        # a descriptor would read on into the next expert's rows
+        # the last rows through pointers: a descriptor would read the next expert's rows, too
         for row in tl.range(whole, stop, BK, num_stages=1):
             dy = _load(dy_ptr, row, out_row, stop, num_rows_out, dy_stride, BK, BM, False)
             x = _load(x_ptr, row, column, stop, num_columns, x_stride, BK, BN, False)
             acc = tl.dot(dy.T, x, acc, input_precision="ieee")
+
+    # in halves, because the buffer's values together with all sums would take twice the registers
     out_ptr += expert.to(tl.int64) * expert_stride
-    # in halves: a buffer's values beside all sums would take twice the registers
     halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
     left, right = tl.split(halves)
     _store_sums(
@@ -195,8 +204,8 @@ def _grouped_weight_grad_kernel(
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Rows and columns of a block of results, elements summed at once, warps, pipeline stages."""
+class GroupedTiles:
+    """Rows and columns of a block of results, terms of a step's sums, warps, pipeline stages."""
 
     rows: int
     columns: int
@@ -205,13 +214,13 @@ class Tiles:
     stages: int
 
 
-def default_tiles(kernel: str, dtype: torch.dtype) -> Tiles:
-    """Tiles of a kernel ("rows", "weight_grad") by the committed table (`tables`)."""
-    return Tiles(**choose(f"grouped_{kernel}", float32=dtype == torch.float32))
+def default_tiles(kernel: str, dtype: torch.dtype) -> GroupedTiles:
+    """The tiles of a kernel ("rows", "weight_grad") from the committed table (`tables`)."""
+    return GroupedTiles(**choose(f"grouped_{kernel}", float32=dtype == torch.float32))
 
 
 class RowTiles(NamedTuple):
-    """Tiles of `rows` rows: int32 [tiles, 3], expert, first row, end of the expert's rows.
+    """Tiles of `rows` rows: int32 [tiles, 3] = expert, first row, end of the expert's rows.
 
     The expert is E for rows after the last expert's, and -1 past the last tile.
     """
@@ -221,11 +230,14 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> RowTiles:
-    """Cut each group into tiles of `rows` rows; forward and backward can share the result."""
+    """Cut each expert's rows into tiles of `rows` rows; forward and backward can share the result.
+
+    Raises ValueError.
+    """
     experts = len(offset_E1) - 1
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"row_tiles: {experts} experts, expected 1 to {MAX_EXPERTS}")
-    # E groups and the rows after them, each with one tile that is not full at most
+    # E groups and the rows after them, each with at most one tile that is not full
     num_tiles = cdiv(num_rows, rows) + experts
     tile_M3 = offset_E1.new_empty(num_tiles, 3)
     groups = next_power_of_2(experts + 1)
@@ -246,13 +258,14 @@ def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> RowTiles:
 
 
 def _check(operation: str, buffer: Tensor | None = None, **operands: Tensor) -> None:
+    """Raise TypeError, ValueError for operands or a buffer that the kernels do not take."""
     check_float(operation, buffer=buffer, **operands)
     check_last_contiguous(operation, buffer=buffer, **operands)
     check_same(operation, "types", **{name: x.dtype for name, x in operands.items()})
 
 
 def _flat_weights(operation: str, weight_EFD: Tensor) -> Tensor:
-    """The 2-D view [E * F, D]."""
+    """The 2-D view [E * F, D]. Raises ValueError."""
     experts, rows, columns = weight_EFD.shape
     if experts > 1 and weight_EFD.stride(0) != rows * weight_EFD.stride(1):
         raise ValueError(
@@ -265,7 +278,7 @@ def _flat_weights(operation: str, weight_EFD: Tensor) -> Tensor:
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Whether descriptors can describe the matrices: aligned rows, of which none overlaps."""
+    """True if TMA descriptors can describe the matrices: aligned rows that do not overlap."""
     return all(
         x.data_ptr() % 16 == 0
         and x.stride(0) * x.element_size() % 16 == 0
@@ -276,6 +289,7 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _source(x: Tensor, rows: int, columns: int, tma: bool) -> Tensor | TensorDescriptor:
+    """x as `_load` takes it: a descriptor of tiles [rows, columns], or x for pointers."""
     return TensorDescriptor.from_tensor(x, [rows, columns]) if tma else x
 
 
@@ -289,11 +303,13 @@ def _multiply_rows(
     *,
     transposed: bool,
 ) -> Tensor:
+    """x @ W[e]^T (`transposed`) or x @ W[e] for the rows of each expert e. Raises ValueError."""
     experts, out_columns, in_columns = weight_EFD.shape
     columns = out_columns if transposed else in_columns
     weight = _flat_weights(operation, weight_EFD)
+
+    # A block that ends past the last row of an expert's weights would read the next expert's.
     t = default_tiles("rows", x.dtype)
-    # past the last row of an expert's weights lie the next one's, which may hold anything
     whole = transposed or out_columns % t.inner == 0
     if tma and not whole:
         raise ValueError(
@@ -301,9 +317,12 @@ def _multiply_rows(
             "descriptors cannot be used; pass tma=None"
         )
     tma = (_aligned(x, weight) and whole) if tma is None else tma
+
     out = x.new_empty(len(x), columns)
     if not out.numel():
         return out
+
+    # Tiles from the caller must be of the size that the kernel is compiled for.
     tiles = row_tiles(offset_E1, len(x), t.rows) if tiles is None else tiles
     check_same(operation, "rows of a tile", tiles=tiles.rows, kernel=t.rows)
     check_shape(operation, (cdiv(len(x), t.rows) + experts, 3), tiles=tiles.tile_M3)
@@ -342,8 +361,8 @@ def grouped_linear(
 ) -> Tensor:
     """y[R, F] = x @ weight[e]^T for the rows of each expert e, 0 in the rows after the last.
 
-    tiles: `row_tiles` of these offsets if at hand. tma: take operands through descriptors (None:
-    where alignment allows). Raises TypeError, ValueError.
+    tiles: the result of `row_tiles` for these offsets, None to compute it. tma: load operands
+    through descriptors (None: if alignment allows). Raises TypeError, ValueError.
     """
     operation = "grouped_linear"
     check_groups(operation, weight_EFD, offset_E1, x=(x_RD, 2))
@@ -391,6 +410,9 @@ def grouped_weight_grad_(
     experts, out_columns, in_columns = buffer_EFD.shape
     if not buffer_EFD.numel():
         return
+
+    # The program of a block of an expert's weights sums over all of the expert's rows: splitting
+    # the rows over programs would need atomics or a second kernel.
     t = default_tiles("weight_grad", x_RD.dtype)
     tma = _aligned(dy_RF, x_RD) if tma is None else tma
     blocks = cdiv(out_columns, t.rows) * cdiv(in_columns, t.columns)

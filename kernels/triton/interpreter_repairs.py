@@ -1,10 +1,10 @@
 """Repairs of Triton's interpreter, for `kernels.backend=interpret`: bfloat16, comparisons, speed.
 
-The interpreter keeps bfloat16 as raw 16-bit integers and computes on those, and gives comparisons
-the type of their operands. `install` probes each operation and replaces what is wrong, so an
-interpreter that is right is used as it is. It also patches triton.language once for the process
-instead of at every nested call, which is most of the interpreter's time; such a process can no
-longer compile kernels. Nothing imports this module where kernels are compiled.
+The interpreter stores bfloat16 as raw 16-bit integers and computes on those, and gives comparisons
+the type of their operands. `install` probes each operation and replaces the wrong ones, so an
+interpreter without these faults is used as it is. It also patches triton.language once for the
+process instead of at every nested call, which takes most of the interpreter's time; such a process
+can no longer compile kernels. No process that compiles kernels imports this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.runtime import interpreter as interp
 BF16 = tl.bfloat16
 FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 builder = interp.interpreter_builder
-np = interp.np  # the numpy that it computes with
+np = interp.np  # the numpy that the interpreter uses
 Handle = interp.TensorHandle
 
 
@@ -43,11 +43,12 @@ def _is_bf16(handle: Any) -> bool:
 
 
 def _wide(handle: Any) -> Any:
+    """A bfloat16 handle as float32; others as they are."""
     return Handle(widen(handle.data), tl.float32) if _is_bf16(handle) else handle
 
 
 def _rounded(result: Any) -> Any:
-    """A float32 result as bfloat16; results of comparisons stay."""
+    """A float32 result as bfloat16; the result of a comparison as int1."""
     if result.data.dtype == np.bool_:
         return Handle(result.data, tl.int1)
     return Handle(narrow(result.data), BF16)
@@ -67,7 +68,10 @@ def _through_float32(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _comparisons_are_bool(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Results of comparisons get type int1; with that of their operands, scalars splat wrongly."""
+    """The method with results of comparisons of type int1.
+
+    With the type of the operands, a scalar result is broadcast wrongly.
+    """
 
     def call(self: Any, *operands: Any) -> Any:
         result = method(self, *operands)
@@ -79,6 +83,8 @@ def _comparisons_are_bool(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dot(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The product with bfloat16 factors widened."""
+
     def call(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return method(self, _wide(a), _wide(b), *rest)
 
@@ -86,7 +92,7 @@ def _dot(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Casts to bfloat16 round to nearest even; casts from it go through float32."""
+    """Casts that round to nearest even for bfloat16, and read bfloat16 through float32."""
 
     def call(self: Any, source: Any, target: Any, *rest: Any) -> Any:
         scalar = target.scalar
@@ -103,12 +109,13 @@ def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_fp8(values: Any, dtype: Any) -> Any:
+    """The bit patterns of float32 values in an 8-bit type."""
     wide = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
     return wide.to(FP8[dtype]).view(torch.uint8).numpy()
 
 
 def _cast_to_fp8(method: Callable[..., Any]) -> Callable[..., Any]:
-    """float32 to 8 bits by torch."""
+    """Casts from float32 to 8 bits by torch."""
 
     def call(self: Any, source: Any, target: Any, *rest: Any) -> Any:
         if source.dtype.scalar == tl.float32 and target.scalar in FP8:
@@ -176,13 +183,14 @@ def _probe_dot() -> bool:
 
 
 def _right(probe: Callable[[], bool]) -> bool:
+    """True if the probe succeeds; an operation that raises is wrong, too."""
     try:
         return probe()
     except (ArithmeticError, AttributeError, TypeError, ValueError):
         return False
 
 
-# method, what shows that it is right, what to wrap it in
+# (method, probe that is True if it is right, function that wraps it)
 Repair = tuple[str, Callable[[], bool], Callable[..., Any]]
 REPAIRS: list[Repair] = [
     ("cast_impl", lambda: _probe_cast("cast_impl"), _cast),
@@ -215,7 +223,7 @@ REPAIRS: list[Repair] = [
 
 
 def repair_builder() -> list[str]:
-    """Replace the operations whose probe fails; their names."""
+    """Replace the operations whose probe fails; returns their names."""
     cls = interp.InterpreterBuilder
     repaired = []
     for name, probe, repair in REPAIRS:
@@ -227,7 +235,10 @@ def repair_builder() -> list[str]:
 
 
 def _refuse_raw_sums() -> None:
-    """tl.sum of a bfloat16 tile adds bit patterns: kernels widen right after the load."""
+    """Make a reduction over a bfloat16 tile raise TypeError: it would add bit patterns.
+
+    Kernels convert to float32 right after the load.
+    """
     original = interp.ReduceOps.apply_impl
 
     def apply_impl(self: Any, inputs: Any) -> Any:
@@ -239,17 +250,17 @@ def _refuse_raw_sums() -> None:
 
 
 def _patch_language_once() -> None:
-    """Leave triton.language interpreted for good, so that nested calls need not patch it again."""
+    """Patch triton.language for the rest of the process, so nested calls need not do it again."""
     interp._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    # numpy 2.4 refuses int() of a one-element array, which is what a run-time loop bound is
+    # a loop bound known at run time is a one-element array, for which numpy 2.4 refuses int()
     tl.core.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
     interp._patch_lang = lambda fn: interp._LangPatchScope()
 
 
 @cache
 def install() -> tuple[str, ...]:
-    """Repair the interpreter of this process, once; the names of what was wrong."""
-    np.seterr(all="ignore")  # infinities are ordinary values in masks
+    """Repair the interpreter of this process, once; returns the names of the repaired methods."""
+    np.seterr(all="ignore")  # masks use infinities, which are no errors
     repaired = repair_builder()
     _refuse_raw_sums()
     _patch_language_once()

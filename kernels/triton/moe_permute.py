@@ -1,11 +1,10 @@
 """Rows of a mixture of experts in Triton: sorting by expert, permute and unpermute with gradients.
 
-What the functions compute is defined in `plain.moe`; results of `expert_rows` are its bits. The
-sort is a counting sort of blocks: counts of each chunk of copies, their running sums over chunks,
-then the rank of a copy among those before it in its chunk. The host learns nothing and shapes are
-fixed.
+The functions are defined in `plain.moe`; `expert_rows` gives the same bits. The sort is a counting
+sort of blocks: counts of each chunk of copies, their running sums over chunks, then the rank of a
+copy among those before it in its chunk. The host reads no values, and shapes are fixed.
 
-A token's row is read once and written to, or summed from, its K rows by one program.
+One program reads a token's row once and writes it to its K rows, or sums it from them.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from megalite.kernels.triton.tables import choose
 MAX_EXPERTS = 1024
 MAX_COPIES_OF_TOKEN = 64  # loops over a token's copies are unrolled
 _CHUNK = 1024  # copies that are counted together
-_BLOCK = 128  # copies that are ranked together, among
-_OTHERS = 32  # others at a time
+_BLOCK = 128  # copies that a program ranks
+_OTHERS = 32  # copies that they are compared with at a time
 _TABLE = 8192  # elements of a table that a program holds
 
 
@@ -46,6 +45,7 @@ def _expert_count_kernel(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    """count[chunk, e]: the copies of expert e in a chunk."""
     chunk = tl.program_id(0)
     column = tl.arange(0, EXPERTS)
     count = tl.zeros((EXPERTS,), dtype=tl.int32)
@@ -68,6 +68,7 @@ def _expert_scan_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    """before[chunk, e]: the copies of e in earlier chunks (e = E: dropped ones); and offset[e]."""
     column = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
     for first in range(0, num_chunks, ROWS):
@@ -77,17 +78,18 @@ def _expert_scan_kernel(
         before = total[None, :] + tl.cumsum(count, 0) - count
         at = before_ptr + chunk * STRIDE
         tl.store(at[:, None] + column[None, :], before, mask=inside)
-        # whatever came before the chunk and went to no expert was dropped
+        # copies before the chunk that have no expert were dropped
         dropped = chunk * CHUNK - tl.sum(before, 1)
         tl.store(at + E, dropped.to(tl.int32), mask=chunk < num_chunks)
         total += tl.sum(count, 0)
+
     tl.store(offset_ptr, 0)
     tl.store(offset_ptr + 1 + column, tl.cumsum(total, 0), mask=column < E)
 
 
 @triton.jit
 def _keys(expert_ptr, copy, num_copies, E: tl.constexpr):
-    """Experts of copies, E for dropped ones."""
+    """The experts of copies, E for dropped ones."""
     expert = tl.load(expert_ptr + copy, mask=copy < num_copies, other=-1)
     return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
@@ -105,16 +107,20 @@ def _expert_place_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
+    """row[copy] = offset of its expert + copies of it in earlier chunks + rank in the chunk."""
     start = tl.program_id(0) * BLOCK
     chunk = start // CHUNK
     copy = start + tl.arange(0, BLOCK)
     key = _keys(expert_ptr, copy, num_copies, E)
+
+    # all pairs, in pieces: a chunk is small, and this needs no order between programs
     rank = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(chunk * CHUNK, start + BLOCK, OTHERS):
         other = first + tl.arange(0, OTHERS)
         other_key = _keys(expert_ptr, other, num_copies, E)
         earlier = (key[:, None] == other_key[None, :]) & (other[None, :] < copy[:, None])
         rank += tl.sum(earlier.to(tl.int32), 1)
+
     row = rank + tl.load(offset_ptr + key)
     row += tl.load(before_ptr + chunk.to(tl.int64) * STRIDE + key)
     tl.store(row_ptr + copy, tl.where(key < E, row, -1 - row), mask=copy < num_copies)
@@ -151,15 +157,19 @@ def _unpermute_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
+
+    # in the order of the copies, so that the sum has the same bits on every run
     out = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_ptr + token * K + k).to(tl.int64)
         y = tl.load(y_ptr + row * y_stride + column, mask=inside & (row >= 0), other=0.0)
         y = y.to(tl.float32)
         if WEIGHT:
+            # masked after the product: the weight of a dropped copy may be infinite or NaN
             weight = tl.load(weight_ptr + token * K + k).to(tl.float32)
             y = tl.where(row >= 0, y * weight, 0.0)
         out += y
+
     tl.store(out_ptr + token * out_stride + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -182,6 +192,8 @@ def _unpermute_grad_kernel(
     for k in tl.static_range(K):
         signed_row = tl.load(row_ptr + token * K + k).to(tl.int64)
         kept = signed_row >= 0
+
+        # rows of dropped copies are written, too: their gradient is 0
         row = tl.where(kept, signed_row, -1 - signed_row)
         weight = tl.load(weight_ptr + token * K + k).to(tl.float32)
         product = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -194,6 +206,7 @@ def _unpermute_grad_kernel(
             product += tl.where(kept, dout * y.to(tl.float32), 0.0)
             dy = tl.where(kept, dout * weight, 0.0)
             tl.store(dy_ptr + row * dy_stride + column, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+
         dweight = tl.sum(product, 0)
         tl.store(dweight_ptr + token * K + k, dweight.to(dweight_ptr.dtype.element_ty))
 
@@ -206,41 +219,48 @@ def expert_rows(expert_TK: Tensor, num_experts: int) -> RowMap:
     offset_E1 = row_TK.new_empty(num_experts + 1)
     if not copies:
         return RowMap(row_TK, offset_E1.zero_())
+
+    # Tables over experts are padded to a power of two, and a program holds at most _TABLE elements.
     expert_TK = expert_TK.contiguous()
     chunks, table = cdiv(copies, _CHUNK), next_power_of_2(num_experts)
     count_CE = row_TK.new_empty(chunks, num_experts)
-    # E + 1 counts, in rows that begin at 16 bytes
+    # E + 1 counts, in rows that start at multiples of 16 bytes
     before_CE1 = row_TK.new_empty(chunks, num_experts // 4 * 4 + 4)
-    sizes = {"E": num_experts, "CHUNK": _CHUNK}
     _expert_count_kernel[(chunks,)](
         expert_TK,
         count_CE,
         copies,
-        **sizes,
+        E=num_experts,
+        CHUNK=_CHUNK,
         BLOCK=min(_CHUNK, _TABLE // table),
         EXPERTS=table,
         num_warps=4,
         **OPTIONS,
     )
+
+    # One program sums over all chunks: a chunk's rows start where those of earlier chunks end.
     _expert_scan_kernel[(1,)](
         count_CE,
         before_CE1,
         offset_E1,
         chunks,
-        **sizes,
+        E=num_experts,
+        CHUNK=_CHUNK,
         STRIDE=before_CE1.shape[1],
         ROWS=min(64, _TABLE // table),
         EXPERTS=table,
         num_warps=8,
         **OPTIONS,
     )
+
     _expert_place_kernel[(cdiv(copies, _BLOCK),)](
         expert_TK,
         before_CE1,
         offset_E1,
         row_TK,
         copies,
-        **sizes,
+        E=num_experts,
+        CHUNK=_CHUNK,
         STRIDE=before_CE1.shape[1],
         BLOCK=_BLOCK,
         OTHERS=min(_BLOCK, _OTHERS),
@@ -251,7 +271,7 @@ def expert_rows(expert_TK: Tensor, num_experts: int) -> RowMap:
 
 
 def _check(operation: str, rows: RowMap, **tensors: Tensor | None) -> tuple[int, int, int]:
-    """(T, K, D) of arguments that the kernels take."""
+    """(T, K, D) of a map and matrices. Raises TypeError, ValueError."""
     tokens, copies = check_rows(operation, rows)
     if copies > MAX_COPIES_OF_TOKEN:
         raise ValueError(
@@ -303,6 +323,8 @@ def unpermute(y_RD: Tensor, rows: RowMap, weight_TK: Tensor | None = None) -> Te
     check_shape("unpermute", (tokens * copies, columns), y=y_RD)
     check_weight("unpermute", rows, weight_TK)
     check_float("unpermute", weight=weight_TK)
+
+    # An empty grid cannot be launched.
     out_TD = y_RD.new_empty(tokens, columns)
     if out_TD.numel():
         use = choose("unpermute")
@@ -337,6 +359,8 @@ def unpermute_grad(
     check_shape(operation, (tokens, columns), dout=dout_TD)
     check_weight(operation, rows, weight_TK)
     check_float(operation, weight=weight_TK)
+
+    # The kernel writes every row of dy, dropped ones included, so it needs no zeros before.
     dy_RD = y_RD.new_empty(tokens * copies, columns)
     dweight_TK = weight_TK.new_empty(tokens, copies)
     if tokens:

@@ -6,14 +6,14 @@ With s = round(x + residual) (s = x without a residual), all sums in float32:
     LayerNorm: n = (s - mean) * rstd,  rstd = 1 / sqrt(mean((s - mean)^2) + eps)
     y = n * (weight + offset) + bias
 
-s is rounded to its storage type before the norm, so that forward and backward use the same value.
+s is rounded to its storage type before the norm, because the backward reads the rounded value.
 Backward with g = dy * (weight + offset):
 
     ds_total = rstd * (g - n * mean(g * n) [- mean(g)]) + ds,  dweight = sum over rows of dy * n,
     dbias = sum over rows of dy
 
-A fixed number of programs each sum the rows they own; a second kernel sums their partial rows in
-order. A row of more than 8192 columns leaves no registers for the sums: they get their own pass.
+Each of a fixed number of programs sums its own rows; a second kernel sums their partial rows in
+order. Rows of more than 8192 columns leave no registers for the sums: they get a pass of their own.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def _norm_forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < D)[None, :]
+
+    # the sum is rounded to its storage type first: the backward reads that value
     x = tl.load(x_ptr + (row * x_stride)[:, None] + column[None, :], mask=inside, other=0.0)
     x = x.to(tl.float32)
     out = (row * D)[:, None] + column[None, :]
@@ -72,12 +74,15 @@ def _norm_forward_kernel(
         rounded = x.to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + out, rounded, mask=inside)
         x = rounded.to(tl.float32)
+
     if CENTER:
+        # columns beyond D stay 0, or they would count in the sum of squares
         mean = tl.sum(x, 1) / D
         x = tl.where(inside, x - mean[:, None], 0.0)
         tl.store(mean_ptr + row, mean, mask=row < num_rows)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / D + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32) + offset
     y = x * rstd[:, None] * weight[None, :]
     if BIAS:
@@ -113,6 +118,8 @@ def _norm_backward_kernel(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32) + offset
+
+    # rows in steps of the grid: each program's part of the sums is fixed by the grid's size
     dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
@@ -128,10 +135,12 @@ def _norm_backward_kernel(
             mean = tl.load(mean_ptr + row, mask=valid, other=0.0)
             n = tl.where(inside, n - mean[:, None], 0.0)
         n = n * rstd[:, None]
+
         if DWEIGHT:
             dweight += dy * n
         if BIAS:
             dbias += dy
+
         g = dy * weight[None, :]
         dx = g - n * (tl.sum(g * n, 1) / D)[:, None]
         if CENTER:
@@ -142,6 +151,7 @@ def _norm_backward_kernel(
             dx += tl.load(ds_ptr + ds_at, mask=inside, other=0.0).to(tl.float32)
         dx_at = (row * D)[:, None] + column[None, :]
         tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
     partial = program.to(tl.int64) * D + column
     if DWEIGHT:
         tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=column < D)
@@ -168,6 +178,8 @@ def _norm_weight_grad_kernel(
 ):
     program = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+
+    # rows in steps of the grid: each program's part of the sums is fixed by the grid's size
     dweight = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     dbias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(program * ROWS, num_rows, tl.num_programs(1) * ROWS):
@@ -183,6 +195,7 @@ def _norm_weight_grad_kernel(
         dweight += dy * n * tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
         if BIAS:
             dbias += dy
+
     partial = program.to(tl.int64) * D + column
     tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=column < D)
     if BIAS:
@@ -214,7 +227,10 @@ def _column_sum_kernel(
 
 
 def column_sum(partial_PD: Tensor, out_D: Tensor, accumulate: bool = False) -> Tensor:
-    """out[D] (+)= sum over the rows of float32 partial[P, D], always in the same order."""
+    """out[D] (+)= sum over the rows of float32 partial[P, D], always in the same order.
+
+    accumulate: add to what out holds, else overwrite it. Raises ValueError.
+    """
     rows, columns = partial_PD.shape
     check_shape("column_sum", (columns,), out=out_D)
     if columns:
@@ -234,12 +250,13 @@ def column_sum(partial_PD: Tensor, out_D: Tensor, accumulate: bool = False) -> T
 
 
 def _tile(columns: int, elements: int) -> tuple[int, int]:
-    """(rows, columns) of a program that holds about so many elements: whole rows, padded."""
+    """(rows, columns) that a program holds: whole rows, padded, of about `elements` elements."""
     block = next_power_of_2(columns)
     return max(1, elements // block), block
 
 
 def _check(operation: str, columns: int, **tensors: Tensor | None) -> None:
+    """Raise TypeError, ValueError for tensors or a width that the kernels do not take."""
     check_float(operation, **tensors)
     check_last_contiguous(operation, **tensors)
     if not 0 < columns <= MAX_COLUMNS:
@@ -261,18 +278,21 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(y[T, D], s[T, D], mean[T] or None, rstd[T]) of the norm of x + residual.
 
-    center: LayerNorm instead of RMSNorm. offset is added to the weight (1 for weights stored
-    around 0). s is x itself without a residual. Raises TypeError, ValueError.
+    center: LayerNorm instead of RMSNorm. offset is added to the weight (1 for weights that are
+    stored around 0). Without a residual s is x itself. Raises TypeError, ValueError.
     """
     operation = "layer_norm" if center else "rms_norm"
     tokens, columns = x_TD.shape
     _check(operation, columns, x=x_TD, residual=residual_TD, weight=weight_D, bias=bias_D)
     check_shape(operation, (tokens, columns), residual=residual_TD)
     check_shape(operation, (columns,), weight=weight_D, bias=bias_D)
+
+    # s is not written without a residual: the backward can read x.
     y_TD = x_TD.new_empty(tokens, columns)
     s_TD = x_TD if residual_TD is None else x_TD.new_empty(tokens, columns)
     rstd_T = x_TD.new_empty(tokens, dtype=torch.float32)
     mean_T = torch.empty_like(rstd_T) if center else None
+
     if tokens:
         use = choose("norm_forward", columns=columns)
         rows, block = _tile(columns, use["elements"])
@@ -316,8 +336,9 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx[T, D], partial dweight[P, D], partial dbias[P, D] or None); sum P with `column_sum`.
 
-    dx is the gradient of x and of the residual alike. ds: the gradient that reaches s by the
-    residual stream. mean_T given: LayerNorm. Partial sums are float32. Raises as `norm_forward`.
+    dx is the gradient of x and of the residual alike. ds: the gradient that reaches s through the
+    residual stream. mean_T: of LayerNorm, None for RMSNorm. programs: P, None for the device's.
+    Partial sums are float32. Raises TypeError, ValueError.
     """
     operation = "rms_norm_grad" if mean_T is None else "layer_norm_grad"
     tokens, columns = s_TD.shape
@@ -329,12 +350,15 @@ def norm_backward(
     check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
     check_shape(operation, (columns,), weight=weight_D)
     check_shape(operation, (tokens,), rstd=rstd_T, mean=mean_T)
+
+    # The grid is as large as the device for any number of rows, so that sums keep their order.
     use = choose("norm_backward", columns=columns)
     rows, block = _tile(columns, use["elements"])
     programs = programs or num_programs(s_TD.device, use["programs_per_sm"])
     dx_TD = s_TD.new_empty(tokens, columns)
     dweight_PD = s_TD.new_empty(programs, columns, dtype=torch.float32)
     dbias_PD = torch.empty_like(dweight_PD) if with_bias else None
+
     one_pass = use["one_pass"]
     _norm_backward_kernel[(programs,)](
         dy_TD,
@@ -361,6 +385,9 @@ def norm_backward(
         num_warps=use["warps"],
         **OPTIONS,
     )
+
+    # Wide rows leave no registers for the sums beside them, so a second kernel reads dy and s again
+    # in blocks of columns.
     if not one_pass:
         use = choose("norm_weight_grad")
         _norm_weight_grad_kernel[(cdiv(columns, use["columns"]), programs)](

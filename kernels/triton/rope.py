@@ -1,8 +1,8 @@
 """Rotary position embedding in Triton, in place, and its inverse (which is its gradient).
 
-The first R elements of each rotated head are pairs (x[i], x[i + R/2]) that turn by the angle of
-their token's position (RoFormer, half-split form); elements from R on are left alone. Tables are
-computed elsewhere, so every scaling of the angles works.
+The first R elements of each head are pairs (x[i], x[i + R/2]) that are rotated by the angle of
+their token's position (RoFormer, half-split form); elements from R on are left as they are. The
+caller makes the tables, so any scaling of the angles works.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ def _rope_kernel(
     if POSITIONS:
         position = tl.load(position_ptr + token).to(tl.int64)
         known = known & (position >= 0) & (position < length)
-    # NaN where the tables end: the host cannot look at positions without waiting for them
+
+    # NaN for positions outside of the tables: the host cannot check them without waiting
     cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
     sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :] * sign
+
+    # heads of a token are numbered across groups, which have a stride of their own
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = (head < num_heads)[:, None] & (pair < HALF)[None, :]
     group, member = (head // members).to(tl.int64), (head % members).to(tl.int64)
@@ -63,13 +66,14 @@ def _rope_kernel(
     first = first + pair[None, :]
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(first + HALF, mask=inside, other=0.0).to(tl.float32)
+
     head_at = group * out_group_stride + member * out_head_stride
     out = out_ptr + token * out_stride + head_at[:, None] + pair[None, :]
     tl.store(out, (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(out + HALF, (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rope_(
+def rotate_heads_(
     x_TkgH: Tensor,
     cos_sh: Tensor,
     sin_sh: Tensor,
@@ -80,11 +84,12 @@ def rope_(
 ) -> Tensor:
     """Rotate every head of x[T, K, G, H] by its token's position, into `out` or in place.
 
-    x is any view with a contiguous last dimension, such as queries and keys of packed heads; out is
-    another of its shape that shares no memory with it. Returns out, or x. cos_sh, sin_sh: float32
+    x is any view with a contiguous last dimension, such as queries and keys of packed heads; out
+    has its shape and shares no memory with it. Returns out, or x. cos_sh, sin_sh: float32
     [s, R/2], R <= H. Token t has position position_T[t], or t mod s; a position outside 0 ... s - 1
     gives NaN. inverse: rotate back, which is the gradient. Raises TypeError, ValueError.
     """
+    # Values of positions are not checked, as that would wait for the device.
     tokens, groups, members, head_dim = x_TkgH.shape
     length, half = cos_sh.shape
     check_float("rope", x=x_TkgH, out=out)
@@ -98,16 +103,19 @@ def rope_(
         raise TypeError(f"rope: position is {position_T.dtype}, expected int32 or int64")
     if tokens and not length:
         raise ValueError("rope: tables have no positions; make them as long as the sequence")
+
+    # The kernel touches rotated elements alone.
     if out is not None and 2 * half < head_dim:
         out[..., 2 * half :] = x_TkgH[..., 2 * half :]
-    turned = x_TkgH if out is None else out
+    rotated = x_TkgH if out is None else out
+
     block, use = next_power_of_2(half), choose("rope")
     heads = groups * members
     heads_per_program = min(next_power_of_2(heads), max(1, use["pairs"] // block))
     if x_TkgH.numel() and half:
         _rope_kernel[(tokens, cdiv(heads, heads_per_program))](
             x_TkgH,
-            turned,
+            rotated,
             cos_sh.contiguous(),
             sin_sh.contiguous(),
             vector(position_T),
@@ -115,7 +123,7 @@ def rope_(
             heads,
             members,
             *x_TkgH.stride()[:3],
-            *turned.stride()[:3],
+            *rotated.stride()[:3],
             -1.0 if inverse else 1.0,
             HALF=half,
             HEADS=heads_per_program,
@@ -124,4 +132,4 @@ def rope_(
             num_warps=use["warps"],
             **OPTIONS,
         )
-    return turned
+    return rotated

@@ -50,11 +50,14 @@ def _swiglu_grad_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
     h_at = h_ptr + row * h_stride + column
+
+    # read before it is written over: a program reads and writes the same elements
     da = tl.load(da_ptr + row * da_stride + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(h_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(h_at + num_columns, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
+
     dgate = da * up * (sigmoid + silu * (1.0 - sigmoid))
     tl.store(h_at, dgate.to(h_ptr.dtype.element_ty), mask=inside)
     tl.store(h_at + num_columns, (da * silu).to(h_ptr.dtype.element_ty), mask=inside)
@@ -64,6 +67,7 @@ def _swiglu_grad_kernel(
 
 
 def _columns(operation: str, h_T2f: Tensor) -> int:
+    """f of h[T, 2f]. Raises TypeError, ValueError."""
     check_float(operation, h=h_T2f)
     check_last_contiguous(operation, h=h_T2f)
     if h_T2f.shape[1] % 2:
@@ -92,7 +96,7 @@ def swiglu_forward(h_T2f: Tensor) -> Tensor:
 
 
 def swiglu_backward_(h_T2f: Tensor, da_Tf: Tensor, recompute: bool = False) -> Tensor | None:
-    """Overwrite h[T, 2f] with its gradient; returns a[T, f] where `recompute`.
+    """Overwrite h[T, 2f] with its gradient; returns a[T, f] if `recompute`.
 
     Raises TypeError, ValueError.
     """
@@ -101,6 +105,8 @@ def swiglu_backward_(h_T2f: Tensor, da_Tf: Tensor, recompute: bool = False) -> T
     da_Tf = rows_readable(da_Tf)
     check_shape("swiglu_grad", (tokens, columns), da=da_Tf)
     check_same("swiglu_grad", "types", h=h_T2f.dtype, da=da_Tf.dtype)
+
+    # An empty grid cannot be launched.
     a_Tf = h_T2f.new_empty(tokens, columns) if recompute else None
     if da_Tf.numel():
         use = choose("swiglu_grad")

@@ -1,4 +1,4 @@
-"""Is a table of tiles and block sizes one that the kernels can use? Knows no torch, no triton."""
+"""The check of a table of tiles and block sizes. Imports neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _TILES, _GROUPED = "queries keys warps stages", "rows columns inner warps stages"
-# what each kernel reads of an entry
+# the keys that each kernel reads of an entry's "use"
 NEEDS = {
     "attention_forward": _TILES,
     "attention_dq": _TILES,
@@ -48,13 +48,13 @@ _CONDITIONS: dict[str, dict[str, type]] = {
     **dict.fromkeys(("norm_forward", "norm_backward", "unpermute_grad"), _COLUMNS),
     **dict.fromkeys(("grouped_rows", "grouped_weight_grad"), _GROUPS),
 }
-_COUNTS = ("stages", "programs_per_sm")  # any number from 1 on; other sizes are powers of two
+_COUNTS = ("stages", "programs_per_sm")  # any number from 1; other sizes are powers of two
 _OPTIONAL = {"two_loops_since": str}
 _MOST_WARPS = 32
 
 
 def table_problems(table: Any) -> Iterator[str]:
-    """One line for each fault: where, what is there, what is expected."""
+    """A line for each fault: its place, what was found, what was expected."""
     kernels = table.get("kernels") if isinstance(table, dict) else None
     if not isinstance(kernels, dict) or not isinstance(table.get("arch"), str):
         yield 'expected {"arch": "sm_...", "kernels": {...}}'
@@ -71,12 +71,14 @@ def table_problems(table: Any) -> Iterator[str]:
 
 
 def _is_entry(entry: Any) -> bool:
+    """True if an entry has the tables "when" and "use"."""
     return isinstance(entry, dict) and all(
         isinstance(entry.get(part), dict) for part in ("when", "use")
     )
 
 
 def _kernel_problems(kernel: str, entries: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each fault of a kernel's entries."""
     if entries[-1]["when"]:
         yield f"{kernel}: the last entry has conditions, expected none"
     for number, entry in enumerate(entries):

@@ -1,13 +1,14 @@
 """Tiles, block sizes, warps and stages of the kernels: a committed table, never tuned at run time.
 
-`configs/sm90.json` holds for each kernel a list of entries. The first one whose conditions ("when")
-all hold for a shape gives what to "use"; "chosen" says why these, "static" which cases of the table
-of machine code show them. A condition `NAME_up_to` bounds a size, any other must be equal. The last
-entry of a kernel has no conditions: it is the rule for every shape that no other one names, and the
-most frugal. The table was chosen for sm_90 and serves every architecture.
+`configs/sm90.json` holds a list of entries for each kernel. The first entry whose conditions
+("when") all hold for a shape gives the values to "use"; "chosen" gives the reason for them, and
+"static" the cases of the table of machine code that show them. A condition `NAME_up_to` is an upper
+bound, any other is equality. The last entry of a kernel has no conditions: it serves every shape
+that no other entry matches, and uses the least resources. The table was chosen for sm_90 and is
+used on every architecture.
 
-Other block sizes sum in another order and so give other bits: ranks share one table, and a run
-records its hash (`table_hash`). Knows neither torch nor triton.
+Other block sizes sum in another order and give other bits, so all ranks share one table, and a run
+records its hash (`table_hash`). Imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ TABLE = Path(__file__).resolve().parents[1] / "configs" / "sm90.json"
 
 @lru_cache
 def _table() -> dict[str, Any]:
+    """The table, read once. Raises BackendError if it cannot be read or has faults."""
     try:
         table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -54,14 +56,15 @@ def entries(kernel: str) -> list[dict[str, Any]]:
 
 
 def kernel_names() -> list[str]:
+    """The names of all kernels of the table."""
     return list(_table()["kernels"])
 
 
 @lru_cache
 def choose(kernel: str, **shape: int | bool) -> Mapping[str, Any]:
-    """What a kernel uses at a shape; the shape names all that its entries ask about.
+    """The values that a kernel uses at a shape, which must have every size that its entries name.
 
-    Raises KeyError for a kernel that the table does not know and for a size that is not given.
+    Raises KeyError for a kernel that is not in the table and for a size that is not given.
     """
     for entry in entries(kernel):
         if all(_holds(name, bound, shape) for name, bound in entry["when"].items()):
@@ -70,5 +73,6 @@ def choose(kernel: str, **shape: int | bool) -> Mapping[str, Any]:
 
 
 def _holds(name: str, bound: int | bool, shape: Mapping[str, int | bool]) -> bool:
+    """True if a condition of an entry holds for a shape."""
     size = name.removesuffix("_up_to")
     return shape[name] == bound if size == name else shape[size] <= bound

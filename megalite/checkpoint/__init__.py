@@ -1,8 +1,10 @@
 """Checkpoints that any layout writes and any layout reads. No pickle anywhere.
 
-Reading order: pieces (what a rank hands in), manifest (what is written down), shard_file (where
-the numbers lie), save, find, load, store (which directories there are). Knows named tensors and
-their place in the global tensor; knows no model, optimizer or trainer.
+A checkpoint is a directory with one safetensors file per rank (its shard) and one manifest. Reading
+order: pieces (the tensors that a rank passes in), manifest (the description on disk), shard_file
+(the numbers on disk), ranks (the exchanges between ranks), save, find, load, store (the directories
+of a run), disk. Works on named tensors and their place in the global tensor; independent of model,
+optimizer and trainer.
 """
 
 from megalite.checkpoint.find import Checkpoint, find_latest, open_checkpoint

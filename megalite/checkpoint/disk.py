@@ -1,7 +1,7 @@
-"""Every change a checkpoint makes to the file system, one method each.
+"""The changes that saving makes to the file system, one method each.
 
-Saving goes through one `Disk`, so that tests can stop or fail it at any single step. Reading does
-not: it changes nothing.
+Saving goes through one `Disk`, so tests can stop or fail it at any single step. Reading does not
+use it, as it changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Disk:
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         """Write all of `data` at the end of the file."""
         view = memoryview(data)
-        while view:
+        while view:  # an unbuffered write may take only a part
             view = view[file.write(view) :]
 
     def sync_file(self, file: BinaryIO) -> None:
@@ -35,7 +35,7 @@ class Disk:
         os.fsync(file.fileno())
 
     def sync_dir(self, path: Path) -> None:
-        """Return when the directory's names are on stable storage."""
+        """Return when the directory's entries (names of its files) are on stable storage."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -47,7 +47,7 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or directory its new name in one step; a file replaces the old one."""
+        """Rename a file or directory atomically; a file replaces one that has the name."""
         source.replace(target)
 
     def remove(self, path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Choose and verify a checkpoint; nothing is loaded from one that was not opened here.
+"""Choosing and verifying a checkpoint; loading takes only a checkpoint that was opened here.
 
-Truth is the newest directory whose manifest and files verify; the `latest` pointer is not read.
-All ranks take part: they share the hashing and agree on the outcome.
+The newest directory whose manifest and files verify counts; the `latest` pointer is not read. All
+ranks take part: they share the hashing and agree on the result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.ranks import Ranks, SingleRank, on_first, together
+from megalite.checkpoint.ranks import Ranks, SingleRank, on_all, on_first
 from megalite.checkpoint.store import check_sizes, list_steps, step_of
 from megalite.errors import CheckpointError
 
@@ -22,7 +22,7 @@ Verify = Literal["sha256", "size"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that verified. `skipped` says why newer ones were passed over, newest first."""
+    """A verified checkpoint. `skipped`: the problems of newer ones that are bad, newest first."""
 
     path: Path
     manifest: Manifest
@@ -34,8 +34,8 @@ def find_latest(
 ) -> Checkpoint | None:
     """The newest sound checkpoint in `root`, or None when it holds none at all. All ranks call it.
 
-    A bad one is passed over, with a message naming the file in `skipped`, after one look at it.
-    Raises CheckpointError when there are checkpoints and every one is bad.
+    A bad one is verified once and passed over; its message, which names the file, goes to
+    `skipped`. Raises CheckpointError if there are checkpoints and every one is bad.
     """
     ranks = ranks or SingleRank()
     skipped: list[str] = []
@@ -53,7 +53,7 @@ def find_latest(
 
 
 def _newest_first(root: Path, ranks: Ranks) -> list[str]:
-    """Directory names as rank 0 sees them: all ranks must look at the same ones."""
+    """Directory names as rank 0 lists them: all ranks must verify the same ones."""
 
     def names() -> bytes:
         return json.dumps([path.name for _, path in reversed(list_steps(root))]).encode()
@@ -74,19 +74,21 @@ def open_checkpoint(
 
     def check() -> Manifest:
         if not path.is_dir():
-            raise CheckpointError(f"{path} does not exist; {_what_exists(path.parent)}")
+            raise CheckpointError(f"{path} does not exist; {_existing(path.parent)}")
         if list_steps(path):
-            raise CheckpointError(f"{path} is a folder of checkpoints; {_what_exists(path)}")
+            raise CheckpointError(f"{path} is a folder of checkpoints; {_existing(path)}")
         manifest = read_manifest(path)
         if step_of(path.name) not in (manifest.step, None):
             raise CheckpointError(f"{path} holds step {manifest.step}; give it its name back")
+
+        # Each rank verifies every world_size-th file; together they verify all.
         mine = sorted(manifest.files)[ranks.rank :: ranks.world_size]
         check_sizes(path, manifest, mine)
         if verify == "sha256":
             check_hashes(path, manifest, mine)
         return manifest
 
-    return Checkpoint(path, together(ranks, f"checkpoint {path.name}", check))
+    return Checkpoint(path, on_all(ranks, f"checkpoint {path.name}", check))
 
 
 def check_hashes(directory: Path, manifest: Manifest, names: list[str]) -> None:
@@ -105,7 +107,7 @@ def check_hashes(directory: Path, manifest: Manifest, names: list[str]) -> None:
             )
 
 
-def _what_exists(root: Path) -> str:
+def _existing(root: Path) -> str:
     names = [path.name for _, path in list_steps(root)]
     if not names:
         return f"{root} holds no checkpoint"

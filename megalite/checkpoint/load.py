@@ -1,7 +1,7 @@
-"""Fill pieces from a checkpoint, whatever the layout that wrote it.
+"""Filling pieces from a checkpoint, whatever the layout that wrote it.
 
-Each piece's rectangles are intersected with the stored ones and only the common parts are read,
-straight into the piece's memory. Knows nothing of what the tensors mean.
+Each piece's rectangles are intersected with the stored ones, and only the common parts are read,
+straight into the piece's memory.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from megalite.checkpoint.find import Checkpoint
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.ranks import Ranks, SingleRank, on_first, together
-from megalite.checkpoint.shard_file import Read, dtype_name, read_shard
+from megalite.checkpoint.ranks import Ranks, SingleRank, on_all, on_first
+from megalite.checkpoint.shard_file import ShardRead, dtype_name, read_shard
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import intersect
 
-_NAMED = 5
+_MAX_NAMED = 5  # tensors in one message
 
 
 def load(
@@ -28,22 +28,25 @@ def load(
 ) -> None:
     """Fill every piece (owner or not) from an opened checkpoint. All ranks call it.
 
-    Raises CheckpointError, the same on all ranks and before anything is written, for a tensor
-    that is missing or has another shape or dtype, and for tensors of the checkpoint that no rank
-    asks for unless `allow_unused` (weights only). A file that fails to read is named.
+    Raises CheckpointError, the same on all ranks: before anything is written, for a tensor that is
+    missing or has another shape or dtype, and, unless `allow_unused` (loading weights only), for
+    tensors of the checkpoint that no rank asks for; later for a file that cannot be read, by name.
     """
     ranks = ranks or SingleRank()
     doing = f"loading {checkpoint.path.name}"
-    plan = together(ranks, doing, lambda: plan_reads(checkpoint, pieces))
+
+    # Everything is checked on all ranks before the first read: no piece is filled when one fails.
+    plan = on_all(ranks, doing, lambda: plan_reads(checkpoint, pieces))
     asked = ranks.gather(json.dumps(sorted({p.name for p in pieces})).encode())
     if not allow_unused:
         on_first(ranks, doing, lambda: _refuse_unused(checkpoint, asked))
-    together(ranks, doing, lambda: _read_all(checkpoint, plan))
+
+    on_all(ranks, doing, lambda: _read_all(checkpoint, plan))
 
 
-def plan_reads(checkpoint: Checkpoint, pieces: Sequence[NamedPiece]) -> dict[str, list[Read]]:
+def plan_reads(checkpoint: Checkpoint, pieces: Sequence[NamedPiece]) -> dict[str, list[ShardRead]]:
     """The reads, by file name, that fill the pieces. Raises CheckpointError naming the tensor."""
-    plan: dict[str, list[Read]] = {}
+    plan: dict[str, list[ShardRead]] = {}
     for piece in pieces:
         _check(checkpoint, piece)
         entry = checkpoint.manifest.tensors[piece.name]
@@ -51,9 +54,10 @@ def plan_reads(checkpoint: Checkpoint, pieces: Sequence[NamedPiece]) -> dict[str
             for stored in entry.rectangles:
                 common = intersect(box, stored.box)
                 if common is not None:
+                    # The same elements, counted from the stored rectangle and from the piece's.
                     part = common.relative_to(stored.box)
                     view = target[common.relative_to(box).slices()]
-                    read = Read(stored.key, stored.sizes, entry.dtype, part, view)
+                    read = ShardRead(stored.key, stored.sizes, entry.dtype, part, view)
                     plan.setdefault(stored.file, []).append(read)
     return plan
 
@@ -79,17 +83,21 @@ def _check(checkpoint: Checkpoint, piece: NamedPiece) -> None:
 
 
 def _refuse_unused(checkpoint: Checkpoint, asked: Sequence[bytes]) -> bytes:
+    """Raise CheckpointError if there are tensors that no rank asked for.
+
+    `asked`: each rank's tensor names as JSON. Returns b"", as `on_first` passes on bytes.
+    """
     wanted = {name for names in asked for name in json.loads(names)}
     unused = [name for name in checkpoint.manifest.tensors if name not in wanted]
     if unused:
-        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+        more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
         raise CheckpointError(
             f"{checkpoint.path} holds tensors that this run has no place for: "
-            f"{', '.join(unused[:_NAMED])}{more}; use the config that it was saved with"
+            f"{', '.join(unused[:_MAX_NAMED])}{more}; use the config that it was saved with"
         )
     return b""
 
 
-def _read_all(checkpoint: Checkpoint, plan: dict[str, list[Read]]) -> None:
+def _read_all(checkpoint: Checkpoint, plan: dict[str, list[ShardRead]]) -> None:
     for name, reads in plan.items():
         read_shard(checkpoint.path / name, reads)

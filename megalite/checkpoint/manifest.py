@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself: `manifest.json`, written last and checked before use.
+"""`manifest.json`, the description of a checkpoint: written last, checked before use.
 
-Holds every tensor's global name, shape and dtype, the rectangles it is stored as, the trainer's
+It holds every tensor's global name, shape and dtype, the rectangles it is stored as, the trainer's
 state, the resolved config, the layout and versions, and size and sha256 of every file. Checksums
 are per file, not per rectangle: each byte is hashed once while it is written (about 1.5 GB/s per
 core) and once when verified, shared over the ranks.
@@ -35,14 +35,14 @@ class _Strict(BaseModel):
 
 
 class FileEntry(_Strict):
-    """One shard file: what it must be on disk."""
+    """The size and checksum that a shard file must have."""
 
     size_bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class StoredRectangle(_Strict):
-    """Where one rectangle of a tensor lies: the tensor `key` of `file`."""
+    """One stored rectangle of a global tensor: the tensor `key` of `file`."""
 
     file: str
     key: str
@@ -51,12 +51,12 @@ class StoredRectangle(_Strict):
 
     @property
     def box(self) -> Rectangle:
-        """Its place in the global tensor."""
+        """The rectangle's place in the global tensor."""
         return Rectangle(self.offsets, self.sizes)
 
 
 class TensorEntry(_Strict):
-    """One global tensor and the rectangles that make it up, each element once."""
+    """One global tensor and the rectangles that hold it, each element exactly once."""
 
     shape: tuple[Count, ...]
     dtype: str
@@ -64,7 +64,10 @@ class TensorEntry(_Strict):
 
 
 class Manifest(_Strict):
-    """The whole description of a checkpoint; refuses what does not fit together."""
+    """The whole description of a checkpoint; a ValidationError if its parts contradict each other.
+
+    `config` is the config as text or JSON, `state` the trainer's, `layout` axis name -> size.
+    """
 
     format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
     version: Literal[1] = 1
@@ -77,10 +80,13 @@ class Manifest(_Strict):
     tensors: dict[str, TensorEntry]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Manifest:
+    def _check_consistency(self) -> Manifest:
+        # A name must not lead out of the directory: files are opened by it.
         for name in self.files:
             if not _SAFE_NAME.fullmatch(name):
                 raise ValueError(f"file {name!r} is not a plain name in the checkpoint directory")
+
+        # Loading relies on this: every element of every tensor is stored exactly once.
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"tensor {name}: unknown dtype {tensor.dtype!r}")
@@ -94,7 +100,7 @@ class Manifest(_Strict):
 
 
 def make_manifest(**fields: Any) -> Manifest:
-    """Build and check a manifest; adds the versions. Raises CheckpointError with the reason."""
+    """Build and check a manifest; adds the versions. Raises CheckpointError with the problem."""
     versions = {
         "megalite": __version__,
         "torch": str(torch.__version__),
@@ -103,12 +109,12 @@ def make_manifest(**fields: Any) -> Manifest:
     try:
         return Manifest(versions=versions, **fields)
     except ValidationError as error:
-        raise CheckpointError(f"cannot describe the checkpoint: {_first(error)}") from error
+        raise CheckpointError(f"cannot describe the checkpoint: {_first_problem(error)}") from error
 
 
 def to_bytes(manifest: Manifest) -> bytes:
     """The manifest file's content: the description and, beside it, its sha256."""
-    body = _canonical(manifest.model_dump(mode="json"))
+    body = _to_json(manifest.model_dump(mode="json"))
     digest = hashlib.sha256(body).hexdigest()
     return b'{"sha256":"%s",\n"manifest":%s}\n' % (digest.encode(), body)
 
@@ -121,18 +127,21 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise CheckpointError(f"{path} is not a valid manifest: {_first(error)}") from error
+        raise CheckpointError(f"{path} is not a valid manifest: {_first_problem(error)}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Parse and check a manifest file's content. Raises ValueError, also pydantic's."""
+    """Parse and check a manifest file's content. Raises ValueError or ValidationError."""
     outer = json.loads(data)
     if not isinstance(outer, dict) or outer.keys() != {"sha256", "manifest"}:
         raise ValueError("it does not hold a manifest with its checksum")
     inner = outer["manifest"]
-    body = _canonical(inner)
+
+    # The checksum and the version come before the schema: a damaged file, or one of another
+    # version, would otherwise be refused for some field of it.
+    body = _to_json(inner)
     if hashlib.sha256(body).hexdigest() != outer["sha256"]:
         raise ValueError("its content does not match its own sha256")
     version = inner.get("version") if isinstance(inner, dict) else None
@@ -141,12 +150,12 @@ def from_bytes(data: bytes) -> Manifest:
     return Manifest.model_validate_json(body)
 
 
-def _canonical(document: Any) -> bytes:
-    # order of keys is kept: it is part of what was saved
+def _to_json(document: Any) -> bytes:
+    """The bytes that the checksum covers: JSON without white space, keys in the order saved."""
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _first(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else problem["msg"]

@@ -1,8 +1,8 @@
-"""What one rank holds of a named tensor, in the words saving and loading share.
+"""`NamedPiece`, the part of a named global tensor that one rank holds: input of save and load.
 
-A piece is a contiguous range of this rank's row-major shard of a global tensor: a whole
-parameter, a tensor-parallel shard, or the slice of a flat buffer that one data-parallel rank
-owns. Does not read or write files.
+A piece is a contiguous range of this rank's row-major shard of a global tensor: a whole parameter,
+a tensor-parallel shard, or the slice of a flat buffer that one data-parallel rank owns. Does not
+read or write files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalite.layout.sharding import ShardSpec
 
 @dataclass(frozen=True, eq=False)
 class NamedPiece:
-    """Elements [start, stop) of the flat shard that lies at `local_offsets` of a global tensor.
+    """Elements [start, stop) of a flattened shard that lies at `local_offsets` of a global tensor.
 
     `data` is 1-D and contiguous with stop - start elements, on any device; loading writes into
     it. `owner` is True on exactly one of the ranks that hold the same elements: only owners
@@ -27,9 +27,9 @@ class NamedPiece:
     """
 
     name: str  # global name with its kind in front: "param/...", "master/...", "exp_avg/..."
-    shape: tuple[int, ...]  # global
-    local_shape: tuple[int, ...]
-    local_offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the global tensor
+    local_shape: tuple[int, ...]  # of this rank's shard
+    local_offsets: tuple[int, ...]  # of the shard's first element in the global tensor
     start: int
     stop: int
     data: torch.Tensor
@@ -49,7 +49,7 @@ class NamedPiece:
 
     @classmethod
     def whole(cls, name: str, data: torch.Tensor, owner: bool = True) -> NamedPiece:
-        """A tensor that this rank holds in full; `data` is contiguous, of any shape."""
+        """The piece for a tensor that this rank holds in full; `data` is contiguous, any shape."""
         shape, flat = tuple(data.shape), data.detach().view(-1)
         return cls(name, shape, shape, (0,) * len(shape), 0, flat.numel(), flat, owner)
 
@@ -66,8 +66,8 @@ class NamedPiece:
     ) -> NamedPiece:
         """Elements [start, start + data.numel()) of tp rank `tp_rank`'s flat shard of `spec`.
 
-        Named "kind/spec.name". `data` is contiguous; the caller says which rank owns a
-        replicated tensor (`spec.shard_dim` None: one tp rank) and a tied copy (`spec.copy`).
+        Its name is "kind/spec.name". `data` is contiguous. The caller chooses the rank that owns a
+        replicated tensor (`spec.shard_dim` None: one tp rank) or a tied copy (`spec.copy`).
         """
         flat = data.detach().view(-1)
         return cls(
@@ -83,6 +83,8 @@ class NamedPiece:
 
     def rectangles(self) -> list[tuple[Rectangle, torch.Tensor]]:
         """The piece as rectangles of the global tensor, each with its view of `data`."""
+        # A range of a flattened shard is in general several rectangles: part of a row, rows, part
+        # of a row. Their elements follow one another in `data`.
         found, first, flat = [], 0, self.data.detach()
         for box in global_rectangles(self.local_shape, self.local_offsets, self.start, self.stop):
             found.append((box, flat.narrow(0, first, box.volume).view(box.sizes)))

@@ -1,7 +1,7 @@
-"""The few exchanges a checkpoint needs between ranks, and errors that all ranks agree on.
+"""The exchanges between ranks that checkpoints need, and errors that all ranks raise alike.
 
-`Ranks` is what saving and loading ask for; `SingleRank` is one process, `GroupRanks` a torch
-process group. Only bytes travel (JSON, never pickled objects).
+`Ranks` is the interface that saving and loading use; `SingleRank` is one process, `GroupRanks` a
+torch process group. Messages are bytes (JSON, never pickled objects).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megalite.errors import CheckpointError
 
 T = TypeVar("T")
-_NAMED_REPORTS = 3
+_MAX_NAMED = 3  # different failures in one message
 
 
 class Ranks(Protocol):
-    """The ranks that save or load one checkpoint together; each call is made by all of them."""
+    """The ranks that save or load one checkpoint together; all of them make each call."""
 
     @property
     def rank(self) -> int:
@@ -54,11 +54,11 @@ class SingleRank:
         return data
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return at once: there is no other rank."""
 
 
 class GroupRanks:
-    """The ranks of a torch process group (None: all); `device` is where its messages live."""
+    """The ranks of a torch process group (None: all ranks); messages are tensors on `device`."""
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
@@ -94,40 +94,44 @@ class GroupRanks:
         dist.barrier(group=self.group)
 
     def _lengths(self, length: int) -> list[int]:
+        """The message lengths of all ranks: torch's collectives need them to allocate."""
         mine = torch.tensor([length], dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine, group=self.group)
         return [int(n) for n in everyone]
 
     def _message(self, data: bytes, length: int) -> torch.Tensor:
+        """`data` as uint8 [length] on the device, padded with zeros."""
         padded = bytearray(data.ljust(length, b"\0"))
         return torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
 
 
-def together(ranks: Ranks, doing: str, work: Callable[[], T]) -> T:
-    """Run `work` on every rank; when it fails on any, raise the same CheckpointError on all.
+def on_all(ranks: Ranks, doing: str, work: Callable[[], T]) -> T:
+    """Run `work` on every rank; if it fails on any, raise the same CheckpointError on all.
 
-    `doing` starts the message ("saving step 100"). The failing rank keeps its own error as cause.
+    `doing` begins the message ("saving step 100"). On the ranks that failed the error has their own
+    as its cause. Returns this rank's result.
     """
     failure: Exception | None = None
     try:
         result = work()
     except Exception as error:  # of any kind: the other ranks would wait for this one for ever
         failure = error
-    reports = ranks.gather(_say(failure).encode())
-    verdict = ranks.broadcast(_summary(reports).encode()).decode()
-    if verdict:
-        raise CheckpointError(f"{doing}: {verdict}") from failure
+    reports = ranks.gather(_describe(failure).encode())
+    problem = ranks.broadcast(_summary(reports).encode()).decode()
+    if problem:
+        raise CheckpointError(f"{doing}: {problem}") from failure
     return result
 
 
 def on_first(ranks: Ranks, doing: str, work: Callable[[], bytes]) -> bytes:
-    """Run `work` on rank 0 only and hand its bytes to all; its failure is everyone's."""
-    mine = together(ranks, doing, work if ranks.rank == 0 else lambda: b"")
+    """Run `work` on rank 0 only; return its bytes on all ranks, or raise its failure on all."""
+    mine = on_all(ranks, doing, work if ranks.rank == 0 else lambda: b"")
     return ranks.broadcast(mine)
 
 
-def _say(failure: Exception | None) -> str:
+def _describe(failure: Exception | None) -> str:
+    """A rank's report: "" for success."""
     if failure is None:
         return ""
     if isinstance(failure, CheckpointError):
@@ -136,21 +140,25 @@ def _say(failure: Exception | None) -> str:
 
 
 def _summary(reports: list[bytes]) -> str:
-    """One line from all ranks' reports: equal ones once, at most three different ones."""
+    """All ranks' reports in one line: equal ones once, at most three different ones.
+
+    Empty if no rank failed, and on all ranks but 0, which have no reports.
+    """
     failed: dict[str, list[int]] = {}
     for index, report in enumerate(reports):
         if report:
             failed.setdefault(report.decode(), []).append(index)
     if len(reports) == 1:
         return "".join(failed)
-    parts = [f"{_who(ranks)}: {text}" for text, ranks in list(failed.items())[:_NAMED_REPORTS]]
-    if len(failed) > _NAMED_REPORTS:
-        parts.append(f"and {len(failed) - _NAMED_REPORTS} other failures")
+    parts = [f"{_rank_text(ranks)}: {text}" for text, ranks in list(failed.items())[:_MAX_NAMED]]
+    if len(failed) > _MAX_NAMED:
+        parts.append(f"and {len(failed) - _MAX_NAMED} other failures")
     return "; ".join(parts)
 
 
-def _who(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
+def _rank_text(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]}{more}"
 
 
 def _to_bytes(message: torch.Tensor) -> bytes:

@@ -1,9 +1,9 @@
-"""Write a checkpoint with all ranks: every rank its own shard, rank 0 the manifest and the name.
+"""Writing a checkpoint: every rank writes its own shard file, rank 0 the manifest.
 
-Order on disk: shard files, manifest, directory, rename, parent directory, pointer; each synced
-before the next. Until the rename nothing that a reader looks at has changed; a failure on any
-rank is raised on all of them and leaves the older checkpoints as they were. Synchronous: pieces
-must not change until it returns.
+Order on disk: shard files, manifest, directory, rename, parent directory, pointer; each is synced
+before the next. Until the rename nothing that a reader looks at has changed. A failure on any rank
+is raised on all of them and leaves the older checkpoints as they were. Synchronous: pieces must not
+change until `save` returns.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from megalite.checkpoint.manifest import (
     to_bytes,
 )
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.ranks import Ranks, SingleRank, on_first, together
+from megalite.checkpoint.ranks import Ranks, SingleRank, on_all, on_first
 from megalite.checkpoint.shard_file import dtype_name, write_shard
-from megalite.checkpoint.store import check_sizes, clean, publish, temporary
+from megalite.checkpoint.store import check_sizes, publish, remove_leftovers, temporary_path
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle
 
+# A rank's account of its pieces, as JSON, from which rank 0 makes the manifest:
+#   {"files": {FILE: [size in bytes, sha256]},
+#    "tensors": {NAME: {"shape": [...], "dtype": ..., "rectangles": [[FILE, KEY, offsets, sizes]]}}}
 Table = dict[str, Any]
 
 
@@ -55,37 +58,41 @@ def save(
     """
     ranks, disk = ranks or SingleRank(), disk or Disk()
     doing = f"saving step {step}"
-    name = on_first(ranks, doing, lambda: _begin(root, step, disk).encode()).decode()
+
+    # Rank 0 draws the directory's name, as it has a random part that all ranks must share.
+    name = on_first(ranks, doing, lambda: _make_directory(root, step, disk).encode()).decode()
     directory = root / name
 
     def finish(tables: list[bytes]) -> bytes:
         manifest = merge_tables(step, [json.loads(t) for t in tables], state, config, layout)
-        _see_all(directory, manifest)
+        _require_visible(directory, manifest)
         disk.write_file(directory / MANIFEST, to_bytes(manifest))
         disk.sync_dir(directory)
         return publish(root, step, directory, disk).name.encode()
 
     try:
-        table = together(ranks, doing, lambda: write_pieces(directory, pieces, ranks.rank, disk))
+        table = on_all(ranks, doing, lambda: write_pieces(directory, pieces, ranks.rank, disk))
         tables = ranks.gather(json.dumps(table).encode())
         return root / on_first(ranks, doing, lambda: finish(tables)).decode()
     except CheckpointError as error:
-        # every rank has stopped writing when the error is agreed, so one may clear up for all
+        # The error is raised on all ranks, so every rank has stopped writing: rank 0 may delete.
         if ranks.rank == 0:
-            _abandon(directory, disk, error)
+            _remove_directory(directory, disk, error)
         ranks.barrier()
         raise
 
 
-def _begin(root: Path, step: int, disk: Disk) -> str:
+def _make_directory(root: Path, step: int, disk: Disk) -> str:
+    """Make the temporary directory that a step is written to; returns its name."""
     disk.make_dir(root)
-    clean(root, disk)
-    directory = temporary(root, step, attempt=secrets.token_hex(4))
+    remove_leftovers(root, disk)
+    directory = temporary_path(root, step, attempt=secrets.token_hex(4))
     disk.make_dir(directory)
     return directory.name
 
 
-def _see_all(directory: Path, manifest: Manifest) -> None:
+def _require_visible(directory: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless rank 0 sees all ranks' files in full."""
     try:
         check_sizes(directory, manifest, list(manifest.files))
     except CheckpointError as error:
@@ -95,33 +102,39 @@ def _see_all(directory: Path, manifest: Manifest) -> None:
         ) from error
 
 
-def _abandon(directory: Path, disk: Disk, error: CheckpointError) -> None:
+def _remove_directory(directory: Path, disk: Disk, error: CheckpointError) -> None:
+    """Remove the temporary directory of a save that failed by `error`."""
     try:
         if directory.exists():
             disk.remove(directory)
     except OSError as second:
-        # the first error is the one to report; the next save removes the rest
+        # The first error is the one to report; the next save removes the directory.
         error.add_note(f"{directory} could not be removed: {second}")
 
 
 def write_pieces(directory: Path, pieces: Sequence[NamedPiece], rank: int, disk: Disk) -> Table:
-    """Write one rank's owned pieces to its shard file, if it has any, and return its table.
+    """Write the pieces that a rank owns to its shard file, if there are any; return its table.
 
-    The table (JSON) names all tensors the rank has pieces of, also those that others own.
+    The table names all tensors that the rank has pieces of, also those that other ranks own.
+    Raises CheckpointError for pieces that contradict each other, or if the file cannot be written.
     """
     file_name = f"rank-{rank:05d}.safetensors"
     parts: dict[str, torch.Tensor] = {}
     tensors: Table = {}
     for piece in pieces:
-        seen = {"shape": list(piece.shape), "dtype": dtype_name(piece.data.dtype)}
-        entry = tensors.setdefault(piece.name, {**seen, "rectangles": []})
-        _same(piece.name, entry, seen)
-        for box, view in piece.rectangles() if piece.owner else []:
+        found = {"shape": list(piece.shape), "dtype": dtype_name(piece.data.dtype)}
+        entry = tensors.setdefault(piece.name, {**found, "rectangles": []})
+        _require_same(piece.name, entry, found)
+        if not piece.owner:
+            continue
+        for box, view in piece.rectangles():
             key = _key(piece, box)
             if key in parts:
                 raise CheckpointError(f"{key} is handed in twice")
             parts[key] = view
             entry["rectangles"].append([file_name, key, box.offsets, box.sizes])
+
+    # A rank that owns nothing writes no file, so the manifest must not list one.
     if not parts:
         return {"files": {}, "tensors": tensors}
     try:
@@ -135,7 +148,7 @@ def write_pieces(directory: Path, pieces: Sequence[NamedPiece], rank: int, disk:
 
 
 def _key(piece: NamedPiece, box: Rectangle) -> str:
-    """Key inside the shard file: the plain name for a whole tensor, else with its offsets."""
+    """A rectangle's key in the shard file: NAME for a whole tensor, else NAME@OFFSET,OFFSET,..."""
     whole = box.sizes == tuple(piece.shape)
     return piece.name if whole else f"{piece.name}@{','.join(map(str, box.offsets))}"
 
@@ -147,16 +160,18 @@ def merge_tables(
     config: Any,
     layout: Mapping[str, int],
 ) -> Manifest:
-    """One manifest from all ranks' tables; raises CheckpointError unless every tensor is whole."""
+    """The manifest from all ranks' tables; raises CheckpointError unless every tensor is whole."""
     files: dict[str, FileEntry] = {}
     tensors: Table = {}
     for table in tables:
         for name, (size_bytes, sha256) in table["files"].items():
             files[name] = FileEntry(size_bytes=size_bytes, sha256=sha256)
-        for name, mine in table["tensors"].items():
-            entry = tensors.setdefault(name, {**mine, "rectangles": []})
-            _same(name, entry, mine)
-            entry["rectangles"] += [_stored(*row) for row in mine["rectangles"]]
+        for name, found in table["tensors"].items():
+            entry = tensors.setdefault(name, {**found, "rectangles": []})
+            _require_same(name, entry, found)
+            entry["rectangles"] += [_stored(*row) for row in found["rectangles"]]
+
+    # The manifest checks itself: the rectangles of a tensor must cover each element exactly once.
     return make_manifest(
         step=step,
         layout=dict(layout),
@@ -168,6 +183,7 @@ def merge_tables(
 
 
 def _stored(file: str, key: str, offsets: list[int], sizes: list[int]) -> StoredRectangle:
+    """A row of a table as the manifest has it."""
     return StoredRectangle(file=file, key=key, offsets=tuple(offsets), sizes=tuple(sizes))
 
 
@@ -179,7 +195,8 @@ def _tensor_entry(entry: Table) -> TensorEntry:
     )
 
 
-def _same(name: str, one: Table, other: Table) -> None:
+def _require_same(name: str, one: Table, other: Table) -> None:
+    """Raise CheckpointError if two pieces of a tensor disagree on its shape or dtype."""
     for field in ("shape", "dtype"):
         if one[field] != other[field]:
             raise CheckpointError(

@@ -1,8 +1,9 @@
-"""One rank's numbers in one safetensors file: written as a stream, read by the slice.
+"""The safetensors file of one rank: written as a stream, read by the slice.
 
-Written here and not through the library because a whole rank's state would have to lie in host
-memory at once and be read again for its checksum; this way one chunk does. Read with the library.
-The manifest, not this file, knows which rectangle of which tensor a key is.
+It is written by the code here because the library needs the whole state of a rank in host memory at
+once, and the file would have to be read again for its checksum; a stream needs one chunk. It is
+read with the library. The manifest, not this file, has the rectangle of the global tensor that a
+key stands for.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "uint8": (torch.uint8, "U8"),
     "bool": (torch.bool, "BOOL"),
 }
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 32 << 20  # written, or mapped for reading, at a time
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -47,29 +48,29 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Written:
-    """Size and checksum of a finished file."""
+class WrittenShard:
+    """Size and checksum of a finished shard file."""
 
     size_bytes: int
     sha256: str
 
 
-def write_shard(disk: Disk, path: Path, parts: dict[str, torch.Tensor]) -> Written:
+def write_shard(disk: Disk, path: Path, parts: dict[str, torch.Tensor]) -> WrittenShard:
     """Write and sync tensors (contiguous, any device) under their keys. Raises OSError."""
-    # widest first: every tensor then starts at a multiple of its element size
+    # Widest elements first: every tensor then starts at a multiple of its element size.
     ordered = sorted(parts.items(), key=lambda part: -part[1].element_size())
     digest, size_bytes = hashlib.sha256(), 0
     with disk.create(path) as file:
-        for data in _content(ordered):
+        for data in _file_chunks(ordered):
             disk.write(file, data)
             digest.update(data)
             size_bytes += len(data)
         disk.sync_file(file)
-    return Written(size_bytes, digest.hexdigest())
+    return WrittenShard(size_bytes, digest.hexdigest())
 
 
-def _content(parts: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
-    """The file, one chunk at a time; device tensors are copied to the host by the chunk."""
+def _file_chunks(parts: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+    """The file's content, one chunk at a time; a device tensor is copied to the host by chunks."""
     yield _header(parts)
     for _, tensor in parts:
         flat = tensor.reshape(-1).view(torch.uint8)
@@ -79,6 +80,7 @@ def _content(parts: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memo
 
 
 def _header(parts: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    """The header by the safetensors format: its length, uint64, then JSON padded to 8 bytes."""
     entries: dict[str, Any] = {}
     position = 0
     for key, tensor in parts:
@@ -95,21 +97,21 @@ def _header(parts: Sequence[tuple[str, torch.Tensor]]) -> bytes:
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
-    """Copy box `part` of the stored rectangle `key` (sizes and part counted in it) to `target`."""
+class ShardRead:
+    """A copy to do: the box `part` of the stored tensor `key` to `target`."""
 
     key: str
-    sizes: tuple[int, ...]
-    dtype: str
-    part: Rectangle
-    target: torch.Tensor
+    sizes: tuple[int, ...]  # that the stored tensor must have
+    dtype: str  # that it must have
+    part: Rectangle  # offsets from the stored tensor's first element
+    target: torch.Tensor  # of the part's sizes
 
 
-def read_shard(path: Path, reads: Sequence[Read]) -> None:
+def read_shard(path: Path, reads: Sequence[ShardRead]) -> None:
     """Do all reads from one file. Raises CheckpointError naming the file.
 
-    The file is memory-mapped; the mapping is renewed every 32 MiB, so that a process never has
-    more of the file in its resident memory, next to the tensors it fills.
+    The file is memory-mapped. The mapping is renewed every 32 MiB (`_CHUNK_BYTES`), so beside the
+    tensors that it fills a process has at most that much of the file in resident memory.
     """
     try:
         for batch in _batches(reads):
@@ -120,22 +122,24 @@ def read_shard(path: Path, reads: Sequence[Read]) -> None:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _copy(file: Any, read: Read) -> None:
+def _copy(file: Any, read: ShardRead) -> None:
     view = file.get_slice(read.key)
     found = (tuple(view.get_shape()), view.get_dtype())
     wanted = (read.sizes, DTYPES[read.dtype][1])
     if found != wanted:
         raise RuntimeError(f"{read.key!r} is {found}, the manifest says {wanted}")
-    # a 0-dim tensor has no dims to slice
-    read.target.copy_(view[read.part.slices() or ...])
+    if read.sizes:
+        read.target.copy_(view[read.part.slices()])
+    else:
+        read.target.copy_(view[...])  # a 0-dim tensor has no dims to slice
 
 
-def _batches(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """Reads cut small and grouped so that each group touches about one chunk of the file."""
-    batch: list[Read] = []
+def _batches(reads: Sequence[ShardRead]) -> Iterator[list[ShardRead]]:
+    """The reads cut into small ones, in groups that each touch about one chunk of the file."""
+    batch: list[ShardRead] = []
     touched_bytes = 0
     for read in reads:
-        for small in _cut(read):
+        for small in _slabs(read):
             batch.append(small)
             touched_bytes += _span_bytes(small)
             if touched_bytes >= _CHUNK_BYTES:
@@ -145,15 +149,19 @@ def _batches(reads: Sequence[Read]) -> Iterator[list[Read]]:
         yield batch
 
 
-def _cut(read: Read) -> Iterator[Read]:
+def _slabs(read: ShardRead) -> Iterator[ShardRead]:
+    """The read cut into several of about one chunk each."""
     num_slabs = math.ceil(_span_bytes(read) / _CHUNK_BYTES)
     for slab in split(read.part, math.ceil(read.part.volume / num_slabs)):
         target = read.target[slab.relative_to(read.part).slices()]
-        yield Read(read.key, read.sizes, read.dtype, slab, target)
+        yield ShardRead(read.key, read.sizes, read.dtype, slab, target)
 
 
-def _span_bytes(read: Read) -> int:
-    """Bytes of the file from the first to the last element: a cut of columns touches all pages."""
+def _span_bytes(read: ShardRead) -> int:
+    """Bytes of the file from the first element read to the last, both included.
+
+    That many pages are mapped in: a cut of columns touches every row, and so all of them.
+    """
     strides = [math.prod(read.sizes[d + 1 :]) for d in range(len(read.sizes))]
     last = sum((size - 1) * s for size, s in zip(read.part.sizes, strides, strict=True))
     return (last + 1) * read.target.element_size()

@@ -1,8 +1,8 @@
-"""Which checkpoints a folder holds: names, order, the `latest` pointer, leftovers, retention.
+"""The folder of a run's checkpoints: names, order, the `latest` pointer, leftovers, retention.
 
-A checkpoint is a directory `step-00001000`. Hidden names beside it are never loaded by name:
-`.tmp-*` is being written, `.trash-*` being deleted, `.replaced-step-*` an older checkpoint of a
-step that is being saved again. Does not look at tensors.
+A checkpoint is a directory `step-00001000`. Beside it there may be hidden names: `.tmp-*` is being
+written, `.trash-*` is being deleted, `.replaced-step-*` is the older checkpoint of a step that is
+being saved again. Does not look at tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def step_name(step: int) -> str:
 def list_steps(root: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every finished checkpoint in `root`, oldest step first.
 
-    Order is by number. A step whose replacement was cut short counts with its old directory.
-    Says nothing about whether they are sound.
+    Order is by number. A step whose replacement was interrupted is listed with its old directory.
+    The checkpoints are not verified.
     """
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        # ".replaced-" sorts before "step-", so a finished directory takes its place
+        # ".replaced-" sorts before "step-", so a finished directory overwrites its entry.
         step = step_of(path.name)
         if step is not None and path.is_dir():
             found[step] = path
@@ -40,19 +40,21 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def step_of(name: str) -> int | None:
-    """Step of a finished checkpoint directory's name, or None when it is not such a name."""
+    """The step in the name of a finished checkpoint directory; None for any other name."""
     match = _STEP.fullmatch(name.removeprefix(_REPLACED))
-    step = int(match[1]) if match else None
-    return step if step is not None and match and match[0] == step_name(step) else None
+    if match is None:
+        return None
+    step = int(match[1])
+    return step if match[0] == step_name(step) else None  # not step-0000000001 of ten digits
 
 
-def temporary(root: Path, step: int, attempt: str) -> Path:
-    """Where a step is written before it is published."""
+def temporary_path(root: Path, step: int, attempt: str) -> Path:
+    """The directory that a step is written to before it is published."""
     return root / f"{_TMP}{step_name(step)}-{attempt}"
 
 
-def clean(root: Path, disk: Disk) -> None:
-    """Remove what interrupted saves and deletions left. Only while nothing else is saving.
+def remove_leftovers(root: Path, disk: Disk) -> None:
+    """Remove what interrupted saves and deletions left. Call it only while nothing is being saved.
 
     A checkpoint that was moved aside and never replaced gets its name back.
     """
@@ -65,27 +67,30 @@ def clean(root: Path, disk: Disk) -> None:
 
 
 def publish(root: Path, step: int, written: Path, disk: Disk) -> Path:
-    """Give a complete, synced temporary directory its final name, then move the pointer.
+    """Rename a complete, synced temporary directory to its final name; returns that path.
 
-    An existing checkpoint of the same step stays loadable until the new one is in place.
+    Then updates the `latest` pointer. An existing checkpoint of the same step stays loadable until
+    the new one is in place.
     """
     final = root / step_name(step)
     replaced = root / f"{_REPLACED}{final.name}"
     if final.exists():
+        # A rename cannot replace a directory with content, so the old one is moved aside first.
         disk.rename(final, replaced)
         disk.sync_dir(root)
     disk.rename(written, final)
     disk.sync_dir(root)
-    point_latest(root, final, disk)
+    write_latest(root, final, disk)
     if replaced.exists():
         disk.remove(replaced)
     return final
 
 
-def point_latest(root: Path, final: Path, disk: Disk) -> None:
-    """Write the `latest` pointer file: advice for people and scripts, never used to load.
+def write_latest(root: Path, final: Path, disk: Disk) -> None:
+    """Write the `latest` pointer file: for people and scripts, never used to load.
 
-    A directory of that name is somebody's and stays; a link there is replaced, not followed.
+    If there is a directory of that name, nothing is written; a symbolic link is replaced, not
+    followed.
     """
     pointer = root / f"{_TMP}{LATEST}"
     if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
@@ -97,7 +102,7 @@ def point_latest(root: Path, final: Path, disk: Disk) -> None:
 
 
 def check_sizes(directory: Path, manifest: Manifest, names: list[str]) -> None:
-    """Check that files are there, inside the directory, with their size. Raises CheckpointError."""
+    """Raise CheckpointError unless files exist inside the directory with the manifest's size."""
     for name in names:
         path, wanted = directory / name, manifest.files[name].size_bytes
         if not path.is_file():
@@ -110,40 +115,42 @@ def check_sizes(directory: Path, manifest: Manifest, names: list[str]) -> None:
 
 
 def prune(root: Path, keep: int, saved_step: int, disk: Disk | None = None) -> list[int]:
-    """Delete old checkpoints, keeping `keep` with the just saved one; returns the steps deleted.
+    """Delete old checkpoints, keeping `keep` including the one just saved; returns steps deleted.
 
-    One rank calls it, after `save` returned. Only complete checkpoints (manifest reads, files
-    have their size) count as kept; steps above `saved_step` are another branch of the run and
-    stay. Raises CheckpointError if the saved one is not there, OSError.
+    One rank calls it, after `save` returned. Only complete checkpoints (the manifest can be read,
+    files have their size) are counted and kept; steps above `saved_step` are of another branch of
+    the run and stay. Raises CheckpointError if the saved one does not exist, and OSError.
     """
     assert keep >= 1, "keep counts the checkpoint just saved"
     older = [(step, path) for step, path in list_steps(root) if step <= saved_step]
     if not older or older[-1][0] != saved_step:
         raise CheckpointError(f"{root / step_name(saved_step)} is not there; nothing is deleted")
-    sound = [step for step, path in older[:-1] if _complete(path)]
-    kept = {saved_step, *sound[max(0, len(sound) - (keep - 1)) :]}
-    doomed = [(step, path) for step, path in older if step not in kept]
-    for _, path in doomed:
+    complete = [step for step, path in older[:-1] if _is_complete(path)]
+    first_kept = max(0, len(complete) - (keep - 1))  # the last keep - 1; none for keep = 1
+    kept = {saved_step, *complete[first_kept:]}
+    deleted = [(step, path) for step, path in older if step not in kept]
+    for _, path in deleted:
         _delete(path, disk or Disk())
-    return [step for step, _ in doomed]
+    return [step for step, _ in deleted]
 
 
 def discard_after(root: Path, step: int, disk: Disk | None = None) -> list[int]:
-    """Delete every checkpoint above `step`, so that a rolled-back run cannot resume from them.
+    """Delete every checkpoint above `step`; a run that was rolled back must not resume from them.
 
     One rank calls it. Returns the steps deleted, newest first. Raises OSError.
     """
     disk = disk or Disk()
     steps = list_steps(root)
-    doomed = [(s, path) for s, path in reversed(steps) if s > step]
-    for _, path in doomed:
+    kept = [path for found, path in steps if found <= step]
+    deleted = [(found, path) for found, path in reversed(steps) if found > step]
+    for _, path in deleted:
         _delete(path, disk)
-    if doomed and len(steps) > len(doomed):
-        point_latest(root, steps[-len(doomed) - 1][1], disk)
-    return [s for s, _ in doomed]
+    if deleted and kept:
+        write_latest(root, kept[-1], disk)
+    return [found for found, _ in deleted]
 
 
-def _complete(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest, list(manifest.files))
@@ -153,7 +160,7 @@ def _complete(path: Path) -> bool:
 
 
 def _delete(path: Path, disk: Disk) -> None:
-    # renamed first: a deletion cut short must not look like a damaged checkpoint
+    # Renamed first: an interrupted deletion must not look like a damaged checkpoint.
     trash = path.with_name(f"{_TRASH}{path.name}")
     if trash.exists():
         disk.remove(trash)

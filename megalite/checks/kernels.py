@@ -1,7 +1,7 @@
-"""Can the kernels that a config names do what it asks of them? One line for each problem.
+"""Checks that the kernels a config names can compute what it asks for. One line for each problem.
 
-What depends on the machine (a device, an installed package) is checked where the kernels are taken
-into use, in train/kernel_choice.py.
+Conditions on the machine (a device, an installed package) are checked where the kernels are
+selected, in train/kernel_choice.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config import RunConfig
+from megalite.config.effect import effective_window
 
 
 def kernel_problems(config: RunConfig) -> Iterator[str]:
@@ -19,6 +20,8 @@ def kernel_problems(config: RunConfig) -> Iterator[str]:
             f"kernels.backend={kernels.backend} takes float32, bfloat16 and float16, but "
             "train.dtype=float64; use kernels.backend=reference or auto"
         )
+
+    # With auto the backend's own attention computes, which takes every setting.
     if kernels.attention != "auto":
         if model.attention_dropout:
             yield (
@@ -26,7 +29,7 @@ def kernel_problems(config: RunConfig) -> Iterator[str]:
                 f"model.attention_dropout={model.attention_dropout:g}; set it to 0, or "
                 "kernels.attention=auto"
             )
-        if kernels.attention.startswith("sdpa") and _window_cuts(config):
+        if kernels.attention.startswith("sdpa") and effective_window(config) is not None:
             yield (
                 f"kernels.attention={kernels.attention} knows no sliding window, but "
                 f"model.sliding_window={model.sliding_window} cuts sequences of "
@@ -37,6 +40,8 @@ def kernel_problems(config: RunConfig) -> Iterator[str]:
                 f"kernels.attention={kernels.attention} takes bfloat16 and float16, but "
                 f"train.dtype={config.train.dtype}; use one of these, or kernels.attention=auto"
             )
+
+    # apex has one kernel, for one combination of types.
     optimizer = config.optimizer
     if optimizer.adam == "apex":
         wide = config.train.dtype == "float64"
@@ -46,8 +51,3 @@ def kernel_problems(config: RunConfig) -> Iterator[str]:
                 f"optimizer.adam=apex updates float32 weights and moments, but {got}; change "
                 "that, or use optimizer.adam=fused"
             )
-
-
-def _window_cuts(config: RunConfig) -> bool:
-    window = config.model.sliding_window
-    return window is not None and window < config.data.seq_length

@@ -1,8 +1,8 @@
-"""Do the lengths of a run fit each other: steps, tokens, batch ramp, warm-up and decay?
+"""Checks that the lengths of a run fit each other: steps, tokens, batch ramp, warm-up, decay.
 
 One line a problem, for checks/settings.py. Single values are checked in config/schema.py. A length
-in tokens that is over within one step leaves no step in between, which is a slip of units and
-refused. (Under inverse_sqrt a warm-up of any length sets all rates, and is taken.)
+in tokens that is shorter than one step has no effect; it is refused as a mistake of units. (Under
+inverse_sqrt a warm-up of any length sets all rates, and is accepted.)
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 
 from megalite.config import OptimizerConfig, RunConfig, TrainConfig
 from megalite.run.batch_plan import BatchPlan, batch_plan, horizon_steps, ramp_sizes
-from megalite.run.lr_phases import Phases, lr_phases
+from megalite.run.lr_phases import LrPhases, lr_phases
+from megalite.schedules.csv_form import FILE
 
 _RAMP = ("batch_ramp_start", "batch_ramp_increment", "batch_ramp_samples", "batch_ramp_tokens")
 
 
 def training_problems(config: RunConfig, dp: int) -> Iterator[str]:
-    """Everything about lengths, the batch and the learning rate that does not fit."""
+    """One line for each length, batch or learning-rate setting that does not fit another."""
     ramp = list(_ramp(config.train))
     yield from ramp or _ramp_batches(config, dp)
     if not ramp:
@@ -36,12 +37,16 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
                 f"train.batch_ramp_{name} is not set, but other settings of the ramp are; set it, "
                 "or remove them"
             )
+
+    # The ramp's length has one unit.
     if (samples is None) == (tokens is None):
         given = "neither is" if samples is None else f"got {samples} and {tokens}"
         yield (
             "a batch ramp needs one of train.batch_ramp_samples and train.batch_ramp_tokens, "
             f"{given}; set one of them"
         )
+
+    # The ramp must reach global_batch exactly: its last stage has that batch.
     if start is not None and start >= train.global_batch:
         yield (
             f"train.batch_ramp_start={start} is not below train.global_batch="
@@ -56,9 +61,9 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
 
 
 def _ramp_batches(config: RunConfig, dp: int) -> Iterator[str]:
-    """Batches on the way that a replica could not cut into microbatches."""
+    """Batches of the ramp that a replica cannot cut into microbatches."""
     schedule = config.pipeline.schedule
-    if ramp_sizes(config) and schedule is not None and schedule.startswith("file:"):
+    if ramp_sizes(config) and schedule is not None and schedule.startswith(FILE):
         yield (
             f"pipeline.schedule={schedule} is for one number of microbatches, but the batch ramp "
             "has several; use a named schedule, or remove the ramp"
@@ -116,7 +121,7 @@ def _learning_rate(config: RunConfig) -> Iterator[str]:
 def _within_a_step(
     optimizer: OptimizerConfig, plan: BatchPlan, steps: int, seq_length: int
 ) -> Iterator[str]:
-    """Lengths in tokens that are over within one step."""
+    """Lengths in tokens that are shorter than one step."""
     schedule = optimizer.lr_schedule
     decays = schedule not in ("constant", "inverse_sqrt")  # elsewhere config.effect refuses an end
     lengths = (
@@ -166,14 +171,17 @@ def _missing_length(optimizer: OptimizerConfig) -> Iterator[str]:
         )
 
 
-def _phases(optimizer: OptimizerConfig, phases: Phases) -> Iterator[str]:
-    """Do warm-up and decay fit into the run, and into each other?"""
+def _phases(optimizer: OptimizerConfig, phases: LrPhases) -> Iterator[str]:
+    """Warm-up and decay that do not fit into the run, or into each other."""
+    # Messages name the settings and the unit that the user gave, which may differ from the
+    # phases' unit: then the converted length stands beside it.
     warmup, unit = phases.warmup, phases.unit
     given = optimizer.warmup_steps if optimizer.warmup_tokens is None else warmup
     name = "warmup_steps" if optimizer.warmup_tokens is None else "warmup_tokens"
     end = "decay_steps" if optimizer.decay_tokens is None else "decay_tokens"
     end_given = optimizer.decay_steps or optimizer.decay_tokens
     as_tokens = f" ({warmup} tokens)" if given != warmup else ""
+
     if warmup > phases.run:
         yield (
             f"optimizer.{name}={given}{as_tokens} is more than train.{unit}={phases.run}; "

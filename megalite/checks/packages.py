@@ -15,7 +15,7 @@ Found = Callable[[str], bool]
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; a bare folder of that name (./wandb) is none."""
+    """True if a package can be imported; a bare folder of that name (./wandb) does not count."""
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):

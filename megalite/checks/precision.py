@@ -1,7 +1,7 @@
-"""Do the number formats and the optimizer's options fit each other? One line for each problem.
+"""Checks that number formats and optimizer options fit each other. One line for each problem.
 
-Single values are checked in config/schema.py; what needs parameter names is checked where they are
-known, when the optimizer is built.
+Single values are checked in config/schema.py; options that need parameter names are checked where
+those are known, when the optimizer is built.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Is the file that `pipeline.schedule` names there, sound, and made for this run?
+"""Checks that the file that `pipeline.schedule` names exists, is sound and fits the run.
 
-Apart from checks.settings, which reads no files. Knows no torch.
+Separate from checks.settings, which reads no files. Knows no torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config import RunConfig
-from megalite.errors import ConfigError, ScheduleError
+from megalite.errors import ScheduleError
 from megalite.run.batch_plan import ramp_sizes
 from megalite.schedules.action import Schedule
 from megalite.schedules.csv_form import FILE, load_csv
@@ -17,7 +17,7 @@ from megalite.schedules.csv_form import FILE, load_csv
 def schedule_problems(config: RunConfig, dp: int | None) -> list[str]:
     """One line for each reason why the schedule's file cannot be used; [] if none is named.
 
-    `dp` None: not known yet, so that the number of microbatches is not compared.
+    `dp` None: not known yet, so the number of microbatches is not compared.
     """
     name = config.pipeline.schedule
     if name is None or not name.startswith(FILE):
@@ -33,14 +33,8 @@ def schedule_problems(config: RunConfig, dp: int | None) -> list[str]:
     return list(_differences(config, schedule, dp))
 
 
-def require_schedule(config: RunConfig) -> None:
-    """Raise ConfigError with everything that schedule_problems finds in a resolved config."""
-    problems = schedule_problems(config, config.parallel.dp)
-    if problems:
-        raise ConfigError(problems)
-
-
 def _differences(config: RunConfig, schedule: Schedule, dp: int | None) -> Iterator[str]:
+    """Sizes of a file's schedule that differ from the run's."""
     name, pp, vpp = config.pipeline.schedule, config.parallel.pp, config.parallel.vpp
     if schedule.p != pp:
         yield (
@@ -53,9 +47,10 @@ def _differences(config: RunConfig, schedule: Schedule, dp: int | None) -> Itera
             f"each rank, but parallel.vpp={vpp}; write the file for {vpp}, or set "
             f"parallel.vpp={schedule.v}"
         )
+
+    # A batch that is not divisible, or that grows, is refused by checks.settings.
     train = config.train
     at_once = train.micro_batch * (dp or 1)
-    # A batch that does not divide, or that grows, is checks.settings's to refuse.
     if dp is None or train.global_batch % at_once or ramp_sizes(config):
         return
     wanted = train.global_batch // at_once

@@ -1,7 +1,7 @@
-"""Do the settings fit each other and the world size? All problems at once, one line each.
+"""Checks that the settings fit each other and the world size: all problems, one line each.
 
-A line names the settings with their values and what would fit. Also fills in what a config may
-leave open (`resolve`). Single values are checked in config/schema.py, data in
+A line names the settings with their values, and values that would fit. Also fills in the settings
+that a config may leave open (`resolve`). Single values are checked in config/schema.py, data in
 config/inputs.py; nothing here touches files or torch.
 """
 
@@ -16,16 +16,17 @@ from megalite.checks.precision import precision_problems
 from megalite.config import RunConfig
 from megalite.config.effect import without_effect
 from megalite.config.inputs import data_problems
+from megalite.config.load import DEFAULT, OVERRIDE
 from megalite.config.names import default_of, toml_value, value_of
 from megalite.errors import ConfigError, ScheduleError
+from megalite.layout.topology import Topology
 from megalite.run.batch_plan import batch_plan, horizon_steps
 from megalite.run.stages import stage_problems
-from megalite.schedules.catalogue import FAMILY, KINDS, build, find
+from megalite.schedules.catalogue import FAMILY, SCHEDULES, build, find_schedule
 from megalite.schedules.csv_form import FILE
 from megalite.schedules.tune import AUTO
 
 Origins = Mapping[str, str]
-OVERRIDE = "override"
 
 
 def check_config(
@@ -34,10 +35,10 @@ def check_config(
     """Problems of a config, one line each; empty if it can run.
 
     `world_size` None: not known yet, so a missing parallel.dp counts as 1. `origins` (of
-    load_config) tells settings the user wrote from defaults; without it, a setting counts as
-    written when it differs from its default.
+    load_config) distinguishes settings that the user wrote from defaults; without it, a setting
+    counts as written when it differs from its default.
     """
-    world = list(_world(config, world_size))
+    world = list(world_problems(config, world_size))
     dp = 1 if world else data_parallel(config, world_size)
     return [
         *world,
@@ -54,21 +55,12 @@ def check_config(
     ]
 
 
-def require_valid(
-    config: RunConfig, world_size: int | None = None, origins: Origins | None = None
-) -> None:
-    """Raise ConfigError with every problem that check_config finds."""
-    problems = check_config(config, world_size, origins)
-    if problems:
-        raise ConfigError(problems)
-
-
 def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
     """Fill in parallel.dp, pipeline.schedule and train.steps; ConfigError for a wrong world size.
 
     Without a world size (processes started here, on this machine) a missing parallel.dp is 1.
     """
-    problems = list(_world(config, world_size))
+    problems = list(world_problems(config, world_size))
     if problems:
         raise ConfigError(problems)
     parallel = config.parallel.model_copy(update={"dp": data_parallel(config, world_size)})
@@ -90,17 +82,18 @@ def resolve_schedule(config: RunConfig) -> RunConfig:
 def data_parallel(config: RunConfig, world_size: int | None) -> int:
     """parallel.dp, or else what tp x pp leaves of the world size, or 1 without one."""
     parallel = config.parallel
-    if parallel.dp is not None:
-        return parallel.dp
-    return 1 if world_size is None else max(1, world_size // (parallel.tp * parallel.pp))
+    if parallel.dp is not None or world_size is None:
+        return Topology.of(parallel).dp
+    return max(1, world_size // Topology.of(parallel).world_size)
 
 
 def default_schedule(pp: int, vpp: int, tp: int, recompute: str = "none") -> str:
     """The schedule where the config names none: the best at the memory of 1f1b by simulation.
 
-    One that keeps both gradients of a layer together under tensor parallelism, since the collective
-    of one hides behind the other; and where whole layers or stages are recomputed, since weight
-    gradients that are put off keep what recomputation was to save.
+    Under tensor parallelism it is one that computes both gradients of a layer together, so that the
+    collective of the input gradient overlaps the weight gradient; and so it is where whole layers
+    or stages are recomputed, since deferred weight gradients keep the activations that
+    recomputation saves.
     """
     if pp == 1:
         return "1f1b"
@@ -109,21 +102,23 @@ def default_schedule(pp: int, vpp: int, tp: int, recompute: str = "none") -> str
     return "interleaved-zb" if vpp > 1 else "zb-h1"
 
 
-def _world(config: RunConfig, world_size: int | None) -> Iterator[str]:
+def world_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    """One line if the layout cannot have `world_size` ranks; none where that is not known."""
     if world_size is None:
         return
-    parallel = config.parallel
+    parallel, topology = config.parallel, Topology.of(config.parallel)
     tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
-    if world_size % (tp * pp):
+    replica = topology.world_size // topology.dp
+    if world_size % replica:
         yield (
             f"world size {world_size} is not divisible by parallel.tp={tp} x parallel.pp={pp} "
-            f"= {tp * pp}; start {_multiples_near(world_size, tp * pp)} processes"
+            f"= {replica}; start {_multiples_near(world_size, replica)} processes"
         )
-    elif dp is not None and tp * pp * dp != world_size:
+    elif dp is not None and topology.world_size != world_size:
         yield (
-            f"parallel.tp={tp} x parallel.pp={pp} x parallel.dp={dp} = {tp * pp * dp} is not the "
-            f"world size {world_size}; set parallel.dp={world_size // (tp * pp)} or start "
-            f"{tp * pp * dp} processes"
+            f"parallel.tp={tp} x parallel.pp={pp} x parallel.dp={dp} = {topology.world_size} is "
+            f"not the world size {world_size}; set parallel.dp={world_size // replica} or start "
+            f"{topology.world_size} processes"
         )
 
 
@@ -239,13 +234,14 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             "train.recompute=stage keeps only what enters a pipeline stage, and parallel.pp=1 has "
             "no microbatch under way that it could save; use train.recompute=full or selective"
         )
-    yield from _schedule(config)
+    yield from _schedule_options(config)
+    yield from _schedule_name(config)
     yield from stage_problems(config)
 
 
-def _schedule(config: RunConfig) -> Iterator[str]:
-    """Does the schedule exist, and for this number of chunks and microbatches?"""
-    pp, vpp, name = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
+def _schedule_options(config: RunConfig) -> Iterator[str]:
+    """Settings of the pipeline that do not fit the schedule or the run."""
+    name = config.pipeline.schedule
     limit, traced = config.pipeline.max_activations, config.pipeline.trace_step
     if traced is not None and config.train.tokens is None and traced > config.train.steps:
         yield (
@@ -257,25 +253,29 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             f"pipeline.max_activations={limit:g} has no effect with pipeline.schedule="
             f"{name or 'its default'}; set pipeline.schedule=auto or take it out"
         )
+
+
+def _schedule_name(config: RunConfig) -> Iterator[str]:
+    """A named schedule that does not exist, or is not defined for the layout."""
+    pp, vpp, name = config.parallel.pp, config.parallel.vpp, config.pipeline.schedule
     if name is None or name == AUTO or name.startswith(FILE):
         return
     try:
         if name.startswith(FAMILY):
-            build(name, 1, 1, 1)
+            build(name, 1, 1, 1)  # of the smallest size: only the name can be wrong
             return
-        kind = find(name)
+        schedule = find_schedule(name)
     except ScheduleError as error:
         yield f"pipeline.schedule: {error}"
         return
-    if not kind.allows(vpp):
-        fitting = [other.name for other in KINDS.values() if other.allows(vpp)]
-        chunks = {"1": 1}.get(kind.v, 2)
+    chunks = schedule.chunks
+    if not chunks.allows(vpp):
+        fitting = [other.name for other in SCHEDULES.values() if other.chunks.allows(vpp)]
         yield (
-            f"pipeline.schedule={name} needs parallel.vpp {kind.v if kind.v[0] == '>' else chunks}"
-            f", got parallel.vpp={vpp}; set parallel.vpp={chunks} or pipeline.schedule="
-            f"{' or '.join(fitting[:2])}"
+            f"pipeline.schedule={name} needs parallel.vpp {chunks.text}, got parallel.vpp={vpp}; "
+            f"set parallel.vpp={chunks.minimum} or pipeline.schedule={' or '.join(fitting[:2])}"
         )
-    elif kind.v_shaped and pp == 1:
+    elif schedule.v_shaped and pp == 1:
         yield f"pipeline.schedule={name} needs parallel.pp >= 2, got 1; use pipeline.schedule=1f1b"
 
 
@@ -299,20 +299,26 @@ def _fitting_micro_batch(global_batch: int, micro_batch: int, dp: int) -> str:
 
 
 def _no_effect(config: RunConfig, origins: Origins | None) -> Iterator[str]:
-    overridden = {
-        key.split(".")[0] for key, origin in (origins or {}).items() if origin == OVERRIDE
-    }
+    """Settings that are written although they do nothing."""
     for name, otherwise in without_effect(config).items():
         value = value_of(config, name)
-        default = default_of(config, name)
-        written = value != default if origins is None else origins[name] != "default"
-        # The command line may switch off what a file goes on to describe.
-        switched_off = origins is not None and name.split(".")[0] in overridden
-        if switched_off and origins is not None and origins[name] != OVERRIDE:
-            continue
-        if written and value is not None:
+        if value is not None and _is_written(config, name, origins):
             shown = f"{value:g}" if type(value) in (int, float) else toml_value(value).strip('"')
             yield f"{name}={shown} has no effect: {otherwise}"
+
+
+def _is_written(config: RunConfig, name: str, origins: Origins | None) -> bool:
+    """True if the user wrote a setting, and no override in its section may have switched it off."""
+    if origins is None:
+        return bool(value_of(config, name) != default_of(config, name))
+    if origins[name] == OVERRIDE:
+        return True
+    # An override may switch off a feature whose other settings the file still has.
+    section = name.split(".")[0]
+    overridden = any(
+        origin == OVERRIDE and key.split(".")[0] == section for key, origin in origins.items()
+    )
+    return origins[name] != DEFAULT and not overridden
 
 
 def _divisors(number: int) -> list[int]:

@@ -57,6 +57,7 @@ def generate(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Continue a text with a run's newest checkpoint."""
+    # Everything that can be wrong is reported before torch is imported.
     problems = _problems(prompt, prompts, tokens, greedy, temperature, top_k, top_p, device)
     if problems:
         raise ConfigError(problems)
@@ -64,13 +65,17 @@ def generate(
 
     from megalite.generate.sampling import Sampling
 
+    if temperature is None:
+        temperature = 0.0 if greedy else _TEMPERATURE
     sampling = Sampling(
-        temperature=0.0 if greedy else _TEMPERATURE if temperature is None else temperature,
+        temperature=temperature,
         top_k=_TOP_K if top_k is None else top_k,
         top_p=_TOP_P if top_p is None else top_p,
         seed=seed,
     )
     completions = _continue(run, step, texts, tokens, sampling, ema, device)
+
+    # A single prompt is printed with its continuation; several become JSON lines for programs.
     for text, (whole, completion) in zip(texts, completions, strict=True):
         if prompts is None:
             typer.echo(whole)
@@ -88,6 +93,7 @@ def _problems(
     top_p: float | None,
     device: str,
 ) -> list[str]:
+    """One line for each option that is wrong, or has no effect beside another."""
     problems = []
     if prompt is not None and prompts is not None:
         problems.append("--prompt and --prompts are both given; leave one out")
@@ -95,6 +101,8 @@ def _problems(
         problems.append(f"--tokens={tokens} needs to be at least 1")
     if device not in ("cpu", "cuda"):
         problems.append(f"--device={device} needs to be cpu or cuda")
+
+    # Options without an effect are refused: the user expects one.
     if greedy and temperature is not None:
         problems.append(f"--temperature={temperature:g} has no effect with --greedy; leave one out")
     likeliest = "--greedy" if greedy else "--temperature=0" if temperature == 0 else None
@@ -108,7 +116,7 @@ def _problems(
 
 
 def _read(path: Path) -> list[str]:
-    """Prompts of a file, line by line; blank lines are left out."""
+    """The prompts of a file, one a line; blank lines are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -123,14 +131,15 @@ def _read(path: Path) -> list[str]:
     return texts
 
 
-def _prompt_of(line: str, place: str) -> str:
+def _prompt_of(line: str, position: str) -> str:
+    """The prompt of a JSON line; `position` names the line in the error."""
     try:
         record = json.loads(line)
     except ValueError:
         record = None
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str):
-        raise DataError(f"{place}: needs a JSON object with a text under the key prompt")
+        raise DataError(f"{position}: needs a JSON object with a text under the key prompt")
     return prompt
 
 
@@ -143,19 +152,21 @@ def _continue(
     ema: bool,
     device: str,
 ) -> list[tuple[str, str]]:
-    """For each text, itself with what was added, and what was added."""
+    """For each text: the text with its continuation, and the continuation alone."""
     import dataclasses
 
     import torch
 
     from megalite.generate.generate import generate as sample
-    from megalite.generate.generate import load_model, load_tokenizer, open_run
+    from megalite.generate.generate import load_model, load_tokenizer, open_run_checkpoint
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: this torch sees no CUDA device; leave it out")
-    checkpoint = open_run(Path(run), step)
+    checkpoint = open_run_checkpoint(Path(run), step)
     model, config = load_model(checkpoint, torch.device(device), "ema" if ema else "param")
     tokenizer = load_tokenizer(config)
+
+    # A seed of its own for each text: the same text gives the same continuation in any file.
     completions = []
     for index, text in enumerate(texts):
         ids = tokenizer.encode(text)
@@ -167,6 +178,8 @@ def _continue(
             eos_id=tokenizer.eos_id,
             num_ids=tokenizer.vocab_size,
         )
+
+        # Decoded together, because a character may consist of tokens of both parts.
         whole = tokenizer.decode(ids + added)
         completions.append((whole, whole[len(tokenizer.decode(ids)) :]))
     return completions

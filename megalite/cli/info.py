@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megalite.cli.words import count
+from megalite.cli.formatting import short_count
 from megalite.errors import DataError
 
 _MIB = 2**20
@@ -25,7 +25,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
 ) -> None:
     """Say what a run, a checkpoint or a dataset holds, and whether it is sound."""
-    if not _there(path):
+    if not _exists(path):
         raise DataError(
             f"{path} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
         )
@@ -41,8 +41,8 @@ def info(
         typer.echo(line)
 
 
-def _there(path: str) -> bool:
-    """Whether something of this name, or a dataset of this prefix, exists; needs no torch."""
+def _exists(path: str) -> bool:
+    """True if a file, a folder or a dataset of this name exists. Needs no torch."""
     stem = path.removesuffix(".bin").removesuffix(".idx")
     return any(Path(name).exists() for name in (path, f"{stem}.bin", f"{stem}.idx"))
 
@@ -53,8 +53,9 @@ def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:
     step, total = found["step"], found["total_steps"]
     attempts = f", attempt {found['attempts']}" if found["attempts"] > 1 else ""
     yield (
-        f"steps        {_text(step)} of {_text(total)}, {count(found['consumed_tokens'])} tokens"
-        f"{attempts}, {found['end'] or 'running or cut off'}"
+        f"steps        {_text(step)} of {_text(total)}, "
+        f"{short_count(found['consumed_tokens'])} tokens{attempts}, "
+        f"{found['end'] or 'running or cut off'}"
     )
     yield f"loss         {_number(found['loss'])}"
     for name, loss in found["evaluations"].items():
@@ -63,14 +64,14 @@ def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:
         yield f"skipped      {found['skipped_steps']} steps without an update"
     yield from _software(found)
     for number, checkpoint in enumerate(found["checkpoints"]):
-        yield f"{'checkpoints' if number == 0 else '':<13}{_listed(checkpoint, quick)}"
+        yield f"{'checkpoints' if number == 0 else '':<13}{_checkpoint_line(checkpoint, quick)}"
     if not found["checkpoints"]:
         yield "checkpoints  none"
     if found["damage"]:
         yield f"warning      {found['damage']}"
 
 
-def _listed(checkpoint: dict[str, Any], quick: bool) -> str:
+def _checkpoint_line(checkpoint: dict[str, Any], quick: bool) -> str:
     if not checkpoint["sound"]:
         return f"{checkpoint['name']}  BAD: {checkpoint['problem']}"
     return f"{checkpoint['name']}  {checkpoint['bytes'] / _MIB:,.1f} MiB  {_verified(quick)}"
@@ -78,10 +79,10 @@ def _listed(checkpoint: dict[str, Any], quick: bool) -> str:
 
 def _checkpoint(found: dict[str, Any], quick: bool) -> Iterator[str]:
     yield f"checkpoint   {found['path']}"
-    yield f"step         {found['step']}, {count(found['consumed_tokens'])} tokens"
+    yield f"step         {found['step']}, {short_count(found['consumed_tokens'])} tokens"
     yield from _model(found)
     yield (
-        f"weights      {count(found['stored_weights'])} stored as "
+        f"weights      {short_count(found['stored_weights'])} stored as "
         f"{', '.join(found['weight_dtypes'])}; states {', '.join(found['states'])}"
     )
     yield "saved at     " + " x ".join(f"{axis} {size}" for axis, size in found["saved_at"].items())
@@ -105,7 +106,9 @@ def _dataset(found: dict[str, Any], quick: bool) -> Iterator[str]:
 
 def _model(found: dict[str, Any]) -> Iterator[str]:
     model, layout, optimizer = found["model"], found["layout"], found["optimizer"]
-    parameters = f", {count(found['parameters'])} parameters" if found.get("parameters") else ""
+    parameters = ""
+    if found.get("parameters"):
+        parameters = f", {short_count(found['parameters'])} parameters"
     yield (
         f"model        {_text(model['family'])}, {_text(model['num_layers'])} layers of "
         f"{_text(model['hidden_size'])}, {_text(model['num_heads'])} heads, vocabulary "
@@ -134,7 +137,7 @@ def _software(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _kernels(record: Any) -> str:
-    """A run's kernels and the start of their table's hash; a record may be older, or damaged."""
+    """A run's kernels and the start of their table's hash, from a record of any age or damage."""
     if not isinstance(record, dict):
         return "n/a"
     table = record.get("table")

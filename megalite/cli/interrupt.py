@@ -1,4 +1,4 @@
-"""What a verb that can be continued does when it is interrupted: says so, and exits with 75."""
+"""The end of a verb that is interrupted and can be continued: a message, and exit code 75."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from types import FrameType
 
 import typer
 
-INTERRUPTED_EXIT = 75  # as `megalite train`: come again
+INTERRUPTED_EXIT = 75  # as of `megalite train`: start it again to continue
 
 
 @contextmanager
-def continuable() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the verb in order; lines say so, and what work is kept."""
+def interruptible() -> Iterator[None]:
+    """Within it SIGTERM and Ctrl-C raise KeyboardInterrupt, so that cleanup runs.
+
+    An interruption is reported on stderr, with the notes of the exception (the work that is kept),
+    and ends the process with INTERRUPTED_EXIT.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,13 +1,13 @@
-"""The command line: one thin function a verb. What a verb needs is imported when it runs.
+"""The command line: one thin function per verb, which imports what it needs when it runs.
 
-So `megalite --help` loads neither torch nor numpy, and a mistake in a config is answered before
-torch is imported. Errors that are the user's to fix (MegaliteError) end here: one "error:" line
-each on stderr, a "note:" line for each of their notes, exit code 2, no traceback.
+So `megalite --help` loads neither torch nor numpy, and a mistake in a config is reported before
+torch is imported. Errors that the user can fix (MegaliteError) end here: one "error:" line each on
+stderr, a "note:" line for each of their notes, exit code 2, no traceback.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -19,7 +19,10 @@ from megalite.cli.info import info
 from megalite.cli.plan import plan
 from megalite.cli.schedule import schedule
 from megalite.errors import ConfigError, MegaliteError
-from megalite.process.launcher import speaks_for_host
+from megalite.process.launcher import is_first_on_host
+
+if TYPE_CHECKING:
+    from megalite.config import RunConfig
 
 USAGE_EXIT = 2
 
@@ -33,7 +36,7 @@ class _ErrorsToLines(TyperGroup):
         except MegaliteError as error:
             if ctx.params["traceback"]:
                 raise
-            for line in _lines(error) if speaks_for_host() else []:
+            for line in _lines(error) if is_first_on_host() else []:
                 typer.echo(line, err=True)
             raise typer.Exit(USAGE_EXIT) from None
 
@@ -94,36 +97,40 @@ def train(
     ] = False,
 ) -> None:
     """Train the model that CONFIG describes."""
+    from megalite.checks import open_run
     from megalite.checks.packages import missing_extras
-    from megalite.checks.schedule import schedule_problems
-    from megalite.checks.settings import check_config, resolve, resolve_schedule
     from megalite.config.inputs import missing_inputs
-    from megalite.config.load import load_config
     from megalite.config.names import toml_value
     from megalite.config.resume import accepted
     from megalite.config.text import print_config as show
+    from megalite.process.launcher import read_launch
     from megalite.process.signals import SignalFlag
 
     flag = ctx.with_resource(SignalFlag())  # first of all: a signal from now on is remembered
     allowed = accepted(accept or [])
-    named = [] if name is None else [f"name={toml_value(name)}"]
-    loaded = load_config(config, [*(overrides or []), *named])
-    problems = check_config(loaded.config, origins=loaded.origins)
-    dp = loaded.config.parallel.dp or (1 if local else None)
-    problems += schedule_problems(loaded.config, dp)
-    if print_config and not problems:
-        fill = resolve if local else resolve_schedule
-        return show(loaded.with_config(fill(loaded.config)))
-    from megalite.train.inputs import input_problems
+    settings = list(overrides or [])
+    if name is not None:
+        settings.append(f"name={toml_value(name)}")
 
-    problems += [*missing_extras(loaded.config), *missing_inputs(loaded.config)]
-    problems += input_problems(loaded.config)
-    if problems:
-        raise ConfigError(problems)
+    # Where the run will be started is not known here, so parallel.dp may stay open.
+    if print_config:
+        return show(open_run(config, settings, keep_dp_open=not local))
+
+    launch = read_launch()
+    world_size = None if local or launch.source == "single" else launch.world_size
+    inputs = (missing_extras, missing_inputs, _input_problems)
+    run = open_run(config, settings, world_size, more=inputs)
 
     from megalite.train.launch import train_command
 
-    train_command(loaded, local=local, accept=allowed, flag=flag)
+    train_command(run.config, launch, local=local, accept=allowed, flag=flag)
+
+
+def _input_problems(config: RunConfig) -> list[str]:
+    """`input_problems`, imported only when the settings could be read: it needs numpy."""
+    from megalite.train.inputs import input_problems
+
+    return input_problems(config)
 
 
 @app.command()

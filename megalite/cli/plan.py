@@ -1,4 +1,4 @@
-"""`megalite plan`: what a run takes on every rank, before it runs. Without torch."""
+"""`megalite plan`: memory and time of a run on every rank, before it runs. Without torch."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def plan(
     from megalite.run.hardware import load_hardware, named_hardware
 
     report = make_report(config, overrides or [], gpus)
+
+    # Without a device nothing is held against a limit: the report is then sizes only.
     own = report.config.log.hardware
     device = None
     if hardware is not None:
@@ -41,6 +43,7 @@ def plan(
         device = load_hardware(own)
     unfit = device is not None and not report.fits(device)
     changes = changes_that_fit(report, device) if device is not None and unfit else []
+
     if as_json:
         values = report_values(report, device)
         values["changes"] = [
@@ -49,7 +52,7 @@ def plan(
         ]
         typer.echo(json.dumps(values, indent=2, allow_nan=False))
     else:
-        lines = list(report_lines(report, device))  # all, or an error alone
+        lines = list(report_lines(report, device))  # complete, so an error is printed alone
         lines += unfit_lines(report, device, changes) if device is not None and unfit else []
         typer.echo("\n".join(lines))
     if unfit:

@@ -1,6 +1,7 @@
-"""Changes of settings under which a run fits a GPU's memory that does not as it is.
+"""Changes of settings with which a run that does not fit a GPU's memory would fit.
 
-Each is tried as the user would, by planning again with it; none that the config check refuses.
+Each change is tried by planning again with it, as a user would; a change that the config check
+refuses is left out.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ from megalite.errors import ConfigError, ScheduleError
 from megalite.run.hardware import Hardware
 
 Change = tuple[str, ...]  # overrides that belong together
-_PAIRS = 4  # shown at most
+_MOST_PAIRS = 4  # shown
 
 
 def changes_that_fit(report: Report, device: Hardware) -> list[tuple[Change, Report]]:
-    """Of each kind of change the least that fits, on as many ranks; pairs where no single one does.
+    """The least change of each kind that fits on as many ranks, with the report of the changed run.
 
-    In the order of what they cost in speed, about.
+    If no single change fits, pairs of them. Roughly in the order of what they cost in speed.
     """
     kinds = [list(kind) for kind in _kinds(report)]
     singles = [first for kind in kinds if (first := _first(report, device, kind)) is not None]
     if singles:
         return singles
+
+    # Pairs are of the strongest change of each kind, so that a few plans answer.
     pairs = []
     for one, other in combinations([kind[-1] for kind in kinds if kind], 2):
         found = _first(report, device, [(*one, *other)])
         if found is not None:
             pairs.append(found)
-        if len(pairs) == _PAIRS:
+        if len(pairs) == _MOST_PAIRS:
             break
     return pairs
 
@@ -45,7 +48,7 @@ def _first(
         kept = [text for text in report.overrides if text.partition("=")[0].strip() not in keys]
         try:
             other = make_report(report.path, [*kept, *change], report.gpus)
-            if other.world_size == report.world_size and other.fits(device):
+            if other.layout.world_size == report.layout.world_size and other.fits(device):
                 return change, other
         except (ConfigError, ScheduleError):
             continue
@@ -53,7 +56,7 @@ def _first(
 
 
 def _kinds(report: Report) -> Iterator[list[Change]]:
-    """Settings that take less memory, by kind, the least change first."""
+    """Changes that take less memory, by kind, the least change first."""
     config = report.config
     parallel, train = config.parallel, config.train
     if config.optimizer.zero == 0:
@@ -72,19 +75,19 @@ def _kinds(report: Report) -> Iterator[list[Change]]:
     if train.recompute in stricter:
         yield [(f"train.recompute={kind}",) for kind in stricter[train.recompute]]
     for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)):
-        wider = [factor for factor in (2, 4, 8) if report.dp % factor == 0]
+        wider = [factor for factor in (2, 4, 8) if report.layout.dp % factor == 0]
         yield [(f"parallel.{axis}={size * n}", *_replicas(report, n)) for n in wider]
 
 
 def _replicas(report: Report, factor: int) -> Change:
-    """So many fewer, where the config says how many; otherwise the ranks leave as many."""
-    return () if report.gpus is not None else (f"parallel.dp={report.dp // factor}",)
+    """The override that divides parallel.dp by `factor`; none if dp follows from the ranks."""
+    return () if report.gpus is not None else (f"parallel.dp={report.layout.dp // factor}",)
 
 
 def unfit_lines(
     report: Report, device: Hardware, found: Sequence[tuple[Change, Report]]
 ) -> Iterator[str]:
-    """That it does not fit, and what would."""
+    """Lines that report by how much a run does not fit, and the changes that would fit."""
     over = report.most_bytes / GIB - device.memory_gib
     yield f"does not fit: pipeline rank {report.fullest} takes {over:,.1f} GiB more than there is"
     for change, other in found:

@@ -1,8 +1,7 @@
-"""What `megalite plan` says of a run: layout, stages, memory and least time.
+"""The report of `megalite plan` about a run: layout, stages, memory and least time.
 
-Memory is counted tensor by tensor (`megalite.planner`). Time is a bound: products at the peak of
-the device's data sheet, recomputed ones too, in the order of the simulated schedule; nothing trains
-as fast.
+Memory is counted tensor by tensor (`megalite.planner`). Time is a lower bound: products at the peak
+of the device's data sheet, recomputed ones too, in the order of the simulated schedule.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megalite.cli.formatting import number_of, short_count, short_duration
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
-from megalite.cli.words import count, duration, number
 from megalite.config import RunConfig
+from megalite.layout.topology import Topology
 from megalite.planner import RankMemory, Stage, beside_tensors, held_by, rank_memory, stages_of
 from megalite.run.batch_plan import batch_plan
 from megalite.run.hardware import Hardware, number_format, peak_of
@@ -27,7 +27,7 @@ _LONG = 50_000  # actions
 
 @dataclass(frozen=True)
 class Report:
-    """A run as it was asked for, and what it comes to; bytes are of one rank."""
+    """A run as it was given, with its plan; bytes are those of one rank."""
 
     path: str
     overrides: tuple[str, ...]
@@ -39,20 +39,17 @@ class Report:
         return self.plan.config
 
     @property
-    def dp(self) -> int:
-        return self.config.parallel.dp or 1
-
-    @property
-    def world_size(self) -> int:
-        parallel = self.config.parallel
-        return parallel.tp * parallel.pp * self.dp
+    def layout(self) -> Topology:
+        return Topology.of(self.config.parallel)
 
     @property
     def schedule(self) -> Schedule:
+        """The run's schedule for the full batch."""
         return self.plan.own
 
     @cached_property
     def timeline(self) -> Timeline:
+        """The schedule's simulation, with the stages' modelled times."""
         return simulate(self.schedule, self.plan.durations)
 
     @cached_property
@@ -61,37 +58,42 @@ class Report:
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
+        """The memory of each pipeline rank."""
         return rank_memory(self.config, self.stages, self.schedule, self.timeline)
 
     @property
     def fullest(self) -> int:
-        """The pipeline rank that takes most."""
+        """The pipeline rank that takes the most memory."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
 
     @property
     def most_bytes(self) -> int:
-        """What the process of the fullest rank takes, tensors and all."""
+        """Bytes of the fullest rank's process: its tensors and the estimate beside them."""
         total = self.ranks[self.fullest].total
         return total + beside_tensors(total)
 
     def fits(self, device: Hardware) -> bool:
+        """True if every rank's process fits the memory of a device."""
         return self.most_bytes <= device.memory_gib * GIB
 
     @property
     def step_flops(self) -> int:
-        """Of the model on the global batch, with the scores that the mask leaves."""
+        """Model FLOPs of a step of the full global batch, with the scores that the mask leaves."""
         config = self.config
         tokens = config.train.global_batch * config.data.seq_length
         return tokens * training_flops(config.model, config.data.seq_length).total_causal
 
     @property
     def utilised(self) -> float:
-        """The share of the ranks' time that is left for the model's own FLOPs."""
+        """The share of the ranks' time that goes into model FLOPs.
+
+        Bubble, imbalance of stages and recomputation take the rest.
+        """
         return self.plan.num_micro_batches * self.plan.model_share / self.timeline.makespan
 
     @cached_property
     def even_bubble(self) -> float | None:
-        """The bubble if all stages took alike; None for a schedule too long to ask twice."""
+        """The bubble if all stages took equally long; None if the schedule is too long for that."""
         p, v = self.schedule.p, self.schedule.v
         if sum(map(len, self.schedule.ranks)) > _LONG:
             return None
@@ -99,7 +101,7 @@ class Report:
 
     @property
     def run_samples(self) -> int:
-        """Of all steps, a batch that grows included."""
+        """Samples of all steps of the run, through all stages of a batch ramp."""
         steps = self.config.train.steps
         return 0 if steps is None else batch_plan(self.config).first_sample(steps)
 
@@ -109,27 +111,27 @@ class Report:
         peak = peak_of(device, number_format(train.dtype, train.tf32))
         if peak is None:
             return None
-        return self.step_flops / (peak * 1e12 * self.world_size) / self.utilised
+        return self.step_flops / (peak * 1e12 * self.layout.world_size) / self.utilised
 
     def run_s(self, step_s: float) -> float:
-        """Of all steps, where one of the full batch takes `step_s`."""
+        """Seconds of the run, if a step of the full batch takes `step_s`."""
         return step_s * self.run_samples / self.config.train.global_batch
 
     def tokens_per_s(self, step_s: float) -> float:
-        """Of a rank."""
+        """Tokens per second and rank, if a step of the full batch takes `step_s`."""
         tokens = self.config.train.global_batch * self.config.data.seq_length
-        return tokens / step_s / self.world_size
+        return tokens / step_s / self.layout.world_size
 
 
 def make_report(path: str, overrides: Sequence[str], gpus: int | None = None) -> Report:
-    """Raises ConfigError as `megalite train` would, and ScheduleError."""
+    """Plan the run of a config file. Raises ConfigError as `megalite train`, and ScheduleError."""
     plan = plan_of(path, list(overrides), gpus)
     return Report(path, tuple(overrides), gpus, plan)
 
 
 def report_lines(report: Report, device: Hardware | None) -> Iterator[str]:
-    """The report; times and what is left of memory where the device is known."""
-    yield from _what(report)
+    """The lines of a report; with a device also its memory and the least time of a step."""
+    yield from _run_lines(report)
     yield ""
     yield from stage_lines(report.plan)
     yield ""
@@ -146,25 +148,31 @@ def report_lines(report: Report, device: Hardware | None) -> Iterator[str]:
     yield from _time(report, device)
 
 
-def _what(report: Report) -> Iterator[str]:
+def _run_lines(report: Report) -> Iterator[str]:
+    """Model, layout, step and schedule."""
     config, plan = report.config, report.plan
     model, parallel, train = config.model, config.parallel, config.train
     parameters = parameter_counts(model).total
     yield (
         f"model        {model.family}, {model.num_layers} layers of {model.hidden_size}, "
-        f"{model.num_heads} heads, vocabulary {model.vocab_size}, {count(parameters)} parameters"
+        f"{model.num_heads} heads, vocabulary {model.vocab_size}, "
+        f"{short_count(parameters)} parameters"
     )
     chunks = f", {parallel.vpp} chunks a pipeline rank" if parallel.vpp > 1 else ""
     split = ", sequence parallel" if parallel.sequence_parallel else ""
     yield (
-        f"layout       tp {parallel.tp} x pp {parallel.pp} x dp {report.dp} = "
-        f"{number(report.world_size, 'rank')}{chunks}{split}, ZeRO-{config.optimizer.zero}"
+        f"layout       tp {parallel.tp} x pp {parallel.pp} x dp {report.layout.dp} = "
+        f"{number_of(report.layout.world_size, 'rank')}{chunks}{split}, "
+        f"ZeRO-{config.optimizer.zero}"
     )
     yield (
         f"step         {train.global_batch} x {config.data.seq_length} tokens, "
         f"{report.step_flops:.3g} FLOPs; a replica has "
-        f"{number(plan.num_micro_batches, 'microbatch', 'microbatches')} of {train.micro_batch}"
+        f"{number_of(plan.num_micro_batches, 'microbatch', 'microbatches')} of {train.micro_batch}"
     )
+
+    # An automatic schedule is named by the one chosen. The bubble of equal stages is shown where it
+    # differs: it separates the schedule's part from that of uneven stages.
     asked = str(config.pipeline.schedule)
     chosen = "" if asked == plan.name else f"{asked}: "
     bubble, even = abs(report.timeline.bubble_fraction), report.even_bubble
@@ -192,7 +200,9 @@ def _memory_table(report: Report) -> Iterator[str]:
             f"{part / size:>{width},.2f}"
             for part, width in zip(parts, (9, 11, 11, 13, 9, 10), strict=True)
         ]
-        yield f"{rank:>5}  {count(states.num_parameters):>10}{''.join(cells)}"
+        yield f"{rank:>5}  {short_count(states.num_parameters):>10}{''.join(cells)}"
+
+    # One microbatch of the largest stage, to judge what fewer microbatches in flight would save.
     longest = max(report.stages, key=lambda stage: (len(stage.layers), not stage.first))
     held = held_by(report.config, longest)
     microbatch = f"{held.activations / 2**20:,.1f} MiB"
@@ -200,7 +210,7 @@ def _memory_table(report: Report) -> Iterator[str]:
         microbatch = f"{held.checkpoint / 2**20:,.1f} MiB, {microbatch} once recomputed,"
     yield (
         "tensors of a rank, by pipeline rank; activations at the schedule's peak, of which a "
-        f"microbatch holds {microbatch} in a stage of {number(len(longest.layers), 'layer')}"
+        f"microbatch holds {microbatch} in a stage of {number_of(len(longest.layers), 'layer')}"
     )
 
 
@@ -211,10 +221,10 @@ def _time(report: Report, device: Hardware) -> Iterator[str]:
     if seconds is None:
         yield f"time         n/a: {device.name} has no known peak in {form}"
     else:
-        all_steps = duration(report.run_s(seconds))
+        all_steps = short_duration(report.run_s(seconds))
         yield (
-            f"time         at least {duration(seconds)} a step, {all_steps} for "
-            f"{number(train.steps or 0, 'step')}; at most {report.tokens_per_s(seconds):,.0f} "
+            f"time         at least {short_duration(seconds)} a step, {all_steps} for "
+            f"{number_of(train.steps or 0, 'step')}; at most {report.tokens_per_s(seconds):,.0f} "
             "tokens/s a rank"
         )
         yield (
@@ -238,9 +248,9 @@ def report_values(report: Report, device: Hardware | None) -> dict[str, Any]:
         "layout": {
             "tp": parallel.tp,
             "pp": parallel.pp,
-            "dp": report.dp,
+            "dp": report.layout.dp,
             "vpp": parallel.vpp,
-            "ranks": report.world_size,
+            "ranks": report.layout.world_size,
             "zero": config.optimizer.zero,
         },
         "step_flops": report.step_flops,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from megalite.corpus.prepare_tokenizer import Progress
 
 
-class Bar:
+class ProgressBar:
     """Shows the `Progress` it is called with. A context manager."""
 
     def __init__(self) -> None:
@@ -21,10 +21,11 @@ class Bar:
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
-        from rich.progress import Progress as Bars
+        from rich.progress import Progress as RichProgress
 
+        # Disabled where stderr is no terminal: log files get no control characters.
         console = Console(stderr=True)
-        self._bars = Bars(
+        self._rich = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
@@ -38,8 +39,8 @@ class Bar:
         )
         self._phase = ""
 
-    def __enter__(self) -> Bar:
-        self._bars.start()
+    def __enter__(self) -> ProgressBar:
+        self._rich.start()
         return self
 
     def __exit__(
@@ -48,15 +49,15 @@ class Bar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        self._rich.stop()
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase != self._phase:
-            for known in self._bars.task_ids:
-                self._bars.remove_task(known)
+            for task in self._rich.task_ids:
+                self._rich.remove_task(task)
             self._phase = progress.phase
-            self._task = self._bars.add_task(progress.phase, tokens="")
-        self._bars.update(
+            self._task = self._rich.add_task(progress.phase, tokens="")
+        self._rich.update(
             self._task,
             completed=progress.done_bytes,
             total=progress.total_bytes,

@@ -1,7 +1,7 @@
-"""What `megalite schedule --config` and `megalite plan` show of a run's stages and its schedule.
+"""The stages and the schedule of a run, for `megalite schedule --config` and `megalite plan`.
 
-Times are modelled from FLOPs, in units of the mean work of a rank on one microbatch: what they say
-of balance holds as far as the kernels' rates are alike. Needs no torch.
+Times are modelled from FLOPs, in units of the mean work of a rank on one microbatch: they show the
+balance of stages as far as all kernels run at equal rates. Needs no torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megalite.checks.schedule import require_schedule
-from megalite.checks.settings import require_valid, resolve
+from megalite.checks import open_run
 from megalite.config import RunConfig
-from megalite.config.load import load_config
+from megalite.run.batch_plan import num_micro_batches
 from megalite.run.pipeline_schedule import make_schedule, modelled_durations, schedule_name
 from megalite.run.stages import stage_layer_counts
 from megalite.schedules import Durations, Schedule
@@ -23,7 +22,7 @@ from megalite.schedules import Durations, Schedule
 class Plan:
     """A resolved config with its stages' modelled times, in units of a rank's mean work.
 
-    model_share: of that work, what is not done again.
+    model_share: the share of that work that is not recomputation.
     """
 
     config: RunConfig
@@ -32,17 +31,18 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """The schedule's; of an automatic one what was chosen, which takes a while to find."""
+        """The schedule's name; for "auto" that of the one chosen, which takes a while to find."""
         return schedule_name(self.config)
 
     @property
     def v(self) -> int:
+        """Chunks per pipeline rank."""
         return self.config.parallel.vpp
 
     @property
     def num_micro_batches(self) -> int:
-        train = self.config.train
-        return train.global_batch // (train.micro_batch * (self.config.parallel.dp or 1))
+        """Microbatches of a replica in a step of the full batch."""
+        return num_micro_batches(self.config)
 
     @cached_property
     def own(self) -> Schedule:
@@ -50,29 +50,28 @@ class Plan:
         return self.schedule(self.name)[0]
 
     def schedule(self, name: str) -> tuple[Schedule, Durations]:
-        """A schedule in place of the config's. Raises ScheduleError where it does not fit."""
+        """A schedule in place of the config's. Raises ScheduleError if it does not fit the run."""
         pipeline = self.config.pipeline.model_copy(update={"schedule": name})
         config = self.config.model_copy(update={"pipeline": pipeline})
         return make_schedule(config, self.num_micro_batches), self.durations
 
     def work(self) -> list[float]:
-        """Of each stage on one microbatch: forward, input gradient, weight gradient."""
+        """Work of each stage on one microbatch: forward, input gradient and weight gradient."""
         return [sum(stage) for stage in zip(*_parts(self.durations), strict=True)]
 
 
 def plan_of(path: str, overrides: list[str], world_size: int | None = None) -> Plan:
-    """The plan of a config file, with one replica where neither it nor `world_size` says how many.
+    """The plan of a config file; with one replica if neither it nor `world_size` gives the number.
 
     Raises ConfigError as `megalite train` would.
     """
-    loaded = load_config(path, overrides)
-    require_valid(loaded.config, world_size, loaded.origins)
-    config = resolve(loaded.config, world_size)
-    require_schedule(config)
+    config = open_run(path, overrides, world_size).config
     times = modelled_durations(config)
     total = sum(map(sum, _parts(times)))
     mean = total / config.parallel.pp
     forward, to_input, to_weight = (tuple(t / mean for t in part) for part in _parts(times))
+
+    # The same run without recomputation has the work that the model itself needs.
     kept = config.model_copy(
         update={"train": config.train.model_copy(update={"recompute": "none"})}
     )
@@ -85,7 +84,7 @@ def _parts(times: Durations) -> tuple[tuple[float, ...], ...]:
 
 
 def stage_lines(plan: Plan) -> Iterator[str]:
-    """Who has which layers, and how much of the work."""
+    """A table of the stages: rank, layers and share of the work of each."""
     parallel, place = plan.config.parallel, plan.own.place
     counts, work = stage_layer_counts(plan.config), plan.work()
     first = [sum(counts[:stage]) for stage in range(len(counts))]

@@ -13,10 +13,11 @@ _LABELS_UP_TO = 60  # microbatch slots in a row beyond which labels would overla
 
 
 def draw_png(schedule: Schedule, timeline: Timeline, title: str, path: Path) -> None:
-    """Draw one bar per rank. Raises ScheduleError where the file cannot be written."""
+    """Draw one bar per rank into a file. Raises ScheduleError if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Drawn without pyplot, which would open a display.
     figure = Figure(figsize=(14, 1.2 + 0.45 * schedule.p), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -32,6 +33,8 @@ def draw_png(schedule: Schedule, timeline: Timeline, title: str, path: Path) -> 
             for action, start, end in spans:
                 middle = ((start + end) / 2, rank)
                 axes.annotate(label(action, schedule), middle, ha="center", va="center", size=7)
+
+    # Rank 0 at the top, as in the other pictures.
     axes.set_yticks(range(schedule.p), [f"rank {rank}" for rank in range(schedule.p)])
     axes.invert_yaxis()
     axes.set_xlim(0, timeline.makespan or 1.0)

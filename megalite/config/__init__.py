@@ -1,4 +1,9 @@
-"""A run's settings: what there is, how it is read from TOML, what it means, how it is written."""
+"""A run's settings: the schema, how it is read from TOML, its meaning, how it is written.
+
+Reading order: `schema` (every setting) with `families` and `shares`, `names` (dotted keys), `load`
+with `explain` (from files and overrides to a config), `inputs` and `effect` (settings that depend
+on each other), `meaning` and `resume` (comparison with an earlier run), `text` (to TOML).
+"""
 
 from megalite.config.schema import (
     MAX_SEED,

@@ -1,9 +1,9 @@
-"""Settings that do nothing unless another setting says so: data for the checks and for to_toml.
+"""Settings that do nothing unless another setting has a certain value: a table for the checks.
 
-They are refused. An interval, or a window of losses, that the run is too short for is told at its
-start instead (`unreached`): a run of a few steps, or one that is to be made longer, keeps the
-settings of the whole one. Nothing else about such a run is silent: it evaluates, saves and logs at
-its end whatever the interval.
+Such a setting is refused where it is written, so `to_toml` leaves it out. An interval, or a window
+of losses, that the run is too short for is not refused but reported at the run's start
+(`unreached`): a run of a few steps, or one that is to be made longer, keeps the settings of the
+whole run. It still evaluates, saves and logs at its end, whatever the interval.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalite.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Effect:
-    """`name` has an effect where `active` holds; `otherwise` says what takes it away."""
+    """The setting `name` has an effect where `active` holds; `otherwise` explains why not."""
 
     name: str
     active: Callable[[RunConfig], bool]
@@ -28,12 +28,12 @@ _NO_ROPE = "model.positions=learned turns nothing; remove it or set model.positi
 _NO_SCALING = "nothing scales the rotation; remove it or set model.rope_scaling=llama3"
 
 
-def _turns(config: RunConfig) -> bool:
+def _rotates(config: RunConfig) -> bool:
     return config.model.positions == "rope"
 
 
-def _scales(config: RunConfig) -> bool:
-    return _turns(config) and config.model.rope_scaling is not None
+def _scales_rotation(config: RunConfig) -> bool:
+    return _rotates(config) and config.model.rope_scaling is not None
 
 
 _NO_SPREAD = (
@@ -46,15 +46,21 @@ def _spreads(config: RunConfig) -> bool:
     return config.parallel.pp > 1 and config.parallel.stage_layers is None
 
 
-def _window_cuts(config: RunConfig) -> bool:
+def effective_window(config: RunConfig) -> int | None:
+    """The sliding window in tokens, or None if there is none or no sequence is longer than it."""
     window = config.model.sliding_window
-    return window is None or window < config.data.seq_length
+    return window if window is not None and window < config.data.seq_length else None
+
+
+def _window_is_off_or_cuts(config: RunConfig) -> bool:
+    # None is a choice with an effect, too: it switches off the window of a model family.
+    return config.model.sliding_window is None or effective_window(config) is not None
 
 
 EFFECTS: tuple[Effect, ...] = (
-    *(Effect(f"model.rope_{key}", _turns, _NO_ROPE) for key in ("theta", "fraction", "scaling")),
+    *(Effect(f"model.rope_{key}", _rotates, _NO_ROPE) for key in ("theta", "fraction", "scaling")),
     *(
-        Effect(f"model.rope_{key}", _scales, _NO_SCALING)
+        Effect(f"model.rope_{key}", _scales_rotation, _NO_SCALING)
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position")
     ),
     Effect(
@@ -64,7 +70,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         "model.sliding_window",
-        _window_cuts,
+        _window_is_off_or_cuts,
         "no sequence of data.seq_length is longer than the window; remove it or use a smaller one",
     ),
     Effect(
@@ -206,7 +212,7 @@ EFFECTS: tuple[Effect, ...] = (
 
 
 def without_effect(config: RunConfig) -> dict[str, str]:
-    """Dotted names of settings that do nothing in this config -> what takes their effect away."""
+    """Dotted names of settings that do nothing in this config -> the reason, in words."""
     return {e.name: e.otherwise for e in EFFECTS if not e.active(config)}
 
 

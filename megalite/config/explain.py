@@ -1,4 +1,4 @@
-"""pydantic's findings about a config in our words: one line each, with value, origin and remedy."""
+"""pydantic's errors about a config as messages: one line each, with value, origin and remedy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from megalite.config.names import sections, toml_value
 
-# what people call number formats elsewhere
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-_SHORT |= {"float": "float32", "fp64": "float64", "double": "float64"}
+# Other common names of number formats.
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+_DTYPE_ALIASES |= {"float": "float32", "fp64": "float64", "double": "float64"}
 
-# pydantic's error type -> what the setting takes
+# pydantic's error type -> the values that the setting takes, in words
 _NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "int_type": lambda ctx: "needs an integer",
     "int_from_float": lambda ctx: "needs an integer",
@@ -39,9 +39,10 @@ _NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def explain(error: ValidationError, origins: Mapping[str, str], meant: set[str]) -> list[str]:
-    """One line per finding; a missing key that a misspelt one was `meant` to be is left out.
+    """One line per error; `origins` are by dotted key, as in `LoadedConfig`.
 
-    A section of which nothing is there gets one line for all of its missing keys.
+    A missing key is left out if it is in `meant`: an unknown key was probably meant to be it, and
+    has a line already. A section that is missing altogether gets one line for all its keys.
     """
     lines: list[str] = []
     absent: dict[str, list[str]] = {}
@@ -59,7 +60,7 @@ def explain(error: ValidationError, origins: Mapping[str, str], meant: set[str])
 
 
 def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
-    """A finding's place as a dotted key and what lies inside its value."""
+    """An error's location as a dotted key and the path inside the key's value."""
     length = 2
     while ".".join(str(part) for part in location[:length]) in sections():
         length += 1
@@ -82,22 +83,23 @@ def _missing(section: str, missing: list[str], origins: Mapping[str, str]) -> li
 def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping[str, str]) -> str:
     where = f" ({origins[name]})" if name in origins else ""
     kind, value = found["type"], found["input"]
-    if kind == "missing":
-        return f"{_spot(name, inside[:-1])}={toml_value(value)}{where} has no {inside[-1]}; add it"
-    if kind == "extra_forbidden":
-        return f"{_spot(name, inside[:-1])}{where} has no setting {inside[-1]!r}; remove it"
+    if kind in ("missing", "extra_forbidden"):  # found inside a table: the table is named
+        table = _path_text(name, inside[:-1])
+        if kind == "missing":
+            return f"{table}={toml_value(value)}{where} has no {inside[-1]}; add it"
+        return f"{table}{where} has no setting {inside[-1]!r}; remove it"
     # An unlisted type can only come from a new kind of field; its own message is then the best.
     needs = _NEEDS[kind](found.get("ctx", {})) if kind in _NEEDS else str(found["msg"]).lower()
-    return f"{_spot(name, inside)}={toml_value(value)}{where} {needs}{_remedy(found)}"
+    return f"{_path_text(name, inside)}={toml_value(value)}{where} {needs}{_remedy(found)}"
 
 
-def _spot(name: str, inside: tuple[int | str, ...]) -> str:
+def _path_text(name: str, inside: tuple[int | str, ...]) -> str:
     parts = [part for part in inside if part != "[key]"]  # pydantic's mark of a table's own key
     return name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
 
 
 def _remedy(found: Any) -> str:
-    """What was probably meant: a number without its quotes, or the nearest choice; else empty."""
+    """A suggestion: the number without its quotes, or the nearest choice; else empty."""
     value = found["input"]
     if not isinstance(value, str):
         return ""
@@ -109,14 +111,14 @@ def _remedy(found: Any) -> str:
 
 def _nearest_choice(value: str, choices: list[str]) -> str | None:
     wanted = value.lower().replace("-", "_")
-    wanted = _SHORT.get(wanted, wanted)
+    wanted = _DTYPE_ALIASES.get(wanted, wanted)
     scored = [(SequenceMatcher(None, wanted, choice).ratio(), choice) for choice in choices]
     score, best = max(scored, default=(0.0, ""))
     return best if score > 0.5 else None
 
 
 def _unquoted(kind: str, value: str) -> str:
-    """For a number or switch in quotes: how to write it; empty otherwise."""
+    """A suggestion for a number or true/false in quotes; empty for other values."""
     if kind not in ("int_type", "float_type", "bool_type"):
         return ""
     try:

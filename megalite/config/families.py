@@ -1,7 +1,7 @@
-"""The model families by name: what each sets where a config says nothing.
+"""The model families by name: the defaults of model settings that a config leaves out.
 
 A family is no code path. Every trait is a setting of its own in `ModelConfig`, the model is built
-from those settings alone, and a family only gives their defaults. So any trait can be switched for
+from those settings alone, and a family only gives their defaults. So any trait can be changed by
 itself, and a new family is a new row here, unless it needs a part that does not exist.
 """
 
@@ -52,5 +52,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_defaults(name: str) -> dict[str, Any]:
-    """Settings that a family gives, by name; those of llama for a name that is none."""
+    """Defaults that a family gives, by setting; those of llama for an unknown name."""
     return asdict(FAMILIES.get(name, Family()))

@@ -1,6 +1,6 @@
-"""What a run reads: its sources and evaluation sets by name, and what is wrong with their settings.
+"""The inputs of a run: its sources and evaluation sets by name, and checks of their settings.
 
-Looks at settings, and with `missing_inputs` at which files are there; reads none of them.
+Looks at settings, and in `missing_inputs` at which files exist; reads none of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from fractions import Fraction
 from pathlib import Path
 
 from megalite.config.schema import DataConfig, EvalConfig, RunConfig
-from megalite.config.shares import SPLIT_NAMES, exact
+from megalite.config.shares import SPLIT_NAMES, decimal_fraction
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of the training data; `setting` is where the config names it.
+    """One source of the training data; `setting` is the key that names it in the config.
 
-    Its name stays when its path moves.
+    A source is identified by its name: its path may change between runs.
     """
 
     name: str
@@ -29,14 +29,14 @@ class Source:
 
 
 def sources(data: DataConfig) -> list[Source]:
-    """The blend that data.sources describes, or data.path as the only source; [] without either."""
+    """The blend that data.sources describes, or data.path as the only source; else []."""
     if data.path is not None:
         return [Source("data", data.path, Fraction(1), "data.path")]
     return [
         Source(
             source.name or Path(source.path).name,
             source.path,
-            exact(source.weight),
+            decimal_fraction(source.weight),
             f"data.sources[{number}]",
         )
         for number, source in enumerate(data.sources)
@@ -44,7 +44,10 @@ def sources(data: DataConfig) -> list[Source]:
 
 
 def split_set_names(data: DataConfig, split_name: str) -> list[str]:
-    """Names of the sets that a part of data.split gives: one a source, [] for a share of 0."""
+    """Names of the sets that one part of data.split gives: one per source, none for a share of 0.
+
+    `split_name` is one of `SPLIT_NAMES`.
+    """
     shares = dict(zip(SPLIT_NAMES, data.split, strict=False))
     if not shares.get(split_name):
         return []
@@ -63,7 +66,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         )
         return
     found = sources(data)
-    yield from _twice("data.sources", [source.name for source in found])
+    yield from _repeated("data.sources", [source.name for source in found])
     if found and not any(source.weight for source in found):
         yield (
             f"data.sources: weight=0 in all {len(found)} of them leaves nothing to train on; "
@@ -73,12 +76,17 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 
 
 def missing_inputs(config: RunConfig) -> list[str]:
-    """One line for each input the config names that is not there, seen from the working folder."""
+    """One line for each input that the config names and that does not exist.
+
+    Relative paths are seen from the working folder.
+    """
+    # A blend names its files in entries; a single data.path is a setting itself.
     named = [
         (s.setting if config.data.path else f"{s.setting}.path", s.path)
         for s in sources(config.data)
     ]
     named += [(f"eval.sets[{n}].path", s.path) for n, s in enumerate(config.eval.sets)]
+
     problems = []
     for setting, prefix in named:
         files = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
@@ -105,7 +113,7 @@ def missing_inputs(config: RunConfig) -> list[str]:
 def _evaluation(data: DataConfig, evaluation: EvalConfig) -> Iterator[str]:
     from_split = [n for part in SPLIT_NAMES[1:] for n in split_set_names(data, part)]
     names = [*from_split, *(entry.name for entry in evaluation.sets)]
-    yield from _twice("eval.sets", names)
+    yield from _repeated("eval.sets", names)
     if evaluation.interval and not names:
         yield (
             f"eval.interval={evaluation.interval} needs validation tokens, but data.split gives 0; "
@@ -113,7 +121,7 @@ def _evaluation(data: DataConfig, evaluation: EvalConfig) -> Iterator[str]:
         )
 
 
-def _twice(setting: str, names: list[str]) -> Iterator[str]:
+def _repeated(setting: str, names: list[str]) -> Iterator[str]:
     for name, count in Counter(names).items():
         if count > 1:
             yield (

@@ -1,7 +1,7 @@
 """From TOML files and `section.key=value` overrides to a RunConfig, with the origin of each value.
 
 Precedence: defaults, `base` file, file, overrides. Everything wrong with the input is reported at
-once. Whether the settings fit each other is checks.settings's business.
+once; checks.settings checks that the settings fit each other.
 
 TOML has no null: in a file and in an override alike, "none" (or "null") unsets a setting that may
 be unset, such as optimizer.clip_grad or data.path.
@@ -34,36 +34,42 @@ from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError
 
 UNSET = ("none", "null")
+
+# Origins of values; the others are file names.
+DEFAULT, OVERRIDE, DERIVED = "default", "override", "derived"
+
 _ENTRY = re.compile(r"(?P<key>[\w.]+)\[(?P<number>\d{1,6})\]\.(?P<leaf>\w+)")  # list[0].key
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A config and, for each dotted key, "default", "base FILE", "FILE" or "override".
+class LoadedConfig:
+    """A config with the origin of each value, by dotted key.
 
-    Values that were filled in later (`with_config`) have the origin "derived".
+    An origin is "default", "base FILE", "FILE", "override", or "derived" for values that were
+    filled in later (`with_config`).
     """
 
     config: RunConfig
     origins: dict[str, str]
 
-    def with_config(self, config: RunConfig) -> Loaded:
-        """The same with another config; values that differ are marked as derived."""
+    def with_config(self, config: RunConfig) -> LoadedConfig:
+        """Another config with these origins, but "derived" for values that differ."""
         old = self.config
-        changed = {n: "derived" for n in keys() if value_of(old, n) != value_of(config, n)}
-        return Loaded(config, self.origins | changed)
+        changed = {n: DERIVED for n in keys() if value_of(old, n) != value_of(config, n)}
+        return LoadedConfig(config, self.origins | changed)
 
 
 @dataclass
 class _Draft:
-    """What has been gathered so far; later sources overwrite earlier ones."""
+    """Values read so far, by dotted key: each source overwrites the ones before it."""
 
     values: dict[str, Any]
     origins: dict[str, str]
     problems: list[str]
     meant: set[str]  # keys that an unknown key was probably meant to be
 
-    def put(self, name: str, value: Any, origin: str) -> None:
+    def set_value(self, name: str, value: Any, origin: str) -> None:
+        """Set a known key."""
         if isinstance(value, (datetime.date, datetime.time)):
             self.problems.append(f"{name}={value} ({origin}): no setting is a date; quote a text")
             return
@@ -71,13 +77,14 @@ class _Draft:
         self.values[name] = None if unset else value
         self.origins[name] = origin
 
-    def unknown(self, name: str, origin: str) -> None:
+    def add_unknown(self, name: str, origin: str) -> None:
+        """Record an unknown key as a problem, with the keys that it may have been meant to be."""
         meant = nearest(name)
         self.meant.update(meant)
         self.problems.append(f"unknown key {name} ({origin}); {_suggest(name, meant)}")
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Loaded:
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedConfig:
     """Read a TOML config, its base and the overrides; raises ConfigError with every problem."""
     draft = _Draft({}, {}, [], set())
     for origin, tree in _sources(Path(path)):
@@ -87,7 +94,10 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def read_toml(path: Path, what: str = "config") -> dict[str, Any]:
-    """Parse one TOML file, a `what`; raises ConfigError naming it and, for syntax, the line."""
+    """Parse a TOML file; `what` names its kind in errors.
+
+    Raises ConfigError if it cannot be read, is no UTF-8 text, or has a syntax error, with the line.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -137,9 +147,9 @@ def _add_value(draft: _Draft, origin: str, name: str, value: Any) -> None:
             f"write [{name}] and its keys below it"
         )
     elif name not in keys():
-        draft.unknown(name, origin)
+        draft.add_unknown(name, origin)
     else:
-        draft.put(name, value, origin)
+        draft.set_value(name, value, origin)
 
 
 def _add_section(draft: _Draft, origin: str, section: str, table: dict[str, Any]) -> None:
@@ -159,7 +169,7 @@ def _add_section(draft: _Draft, origin: str, section: str, table: dict[str, Any]
 
 
 def _section_with(table: dict[str, Any]) -> str | None:
-    """The one section that most of a table's keys belong to, or None."""
+    """The section that more than half of a table's keys belong to, or None."""
     shared = {section: len(table.keys() & set(section_keys(section))) for section in sections()}
     best = max(shared, key=lambda section: shared[section])
     return best if 2 * shared[best] > len(table) else None
@@ -178,27 +188,27 @@ def _add_overrides(draft: _Draft, overrides: list[str] | tuple[str, ...]) -> Non
             seen[name] = raw
             _override_entry(draft, name, entry, raw)
         elif name not in keys():
-            draft.unknown(name, "override")
+            draft.add_unknown(name, OVERRIDE)
         else:
             seen[name] = raw
-            draft.put(name, _override_value(name, raw), "override")
+            draft.set_value(name, _override_value(name, raw), OVERRIDE)
 
 
 def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) -> None:
-    """Set one key of one entry of a list of sections, which a file or an override has given."""
+    """Set one key of one entry of a list of tables, such as optimizer.groups[0].lr_scale."""
     key, number, leaf = entry["key"], int(entry["number"]), entry["leaf"]
     given: Any = draft.values.get(key)
     count = len(given) if isinstance(given, list) else 0
     if key not in keys():
-        draft.unknown(key, "override")
+        draft.add_unknown(key, OVERRIDE)
     elif number >= count or not all(isinstance(item, dict) for item in given):
         draft.problems.append(
             f"override {name}: {key} has {count} {'entry' if count == 1 else 'entries'}; they are "
             "counted from 0"
         )
     else:
-        changed = {**given[number], leaf: _bare(raw)}
-        draft.put(key, [*given[:number], changed, *given[number + 1 :]], "override")
+        changed = {**given[number], leaf: _toml_or_text(raw)}
+        draft.set_value(key, [*given[:number], changed, *given[number + 1 :]], OVERRIDE)
 
 
 def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
@@ -218,20 +228,21 @@ def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
 
 
 def _override_value(name: str, raw: str) -> Any:
-    """The text as a TOML value; a bare word, or anything bare for a text setting, is a string."""
-    value = _bare(raw)
+    """The text as a TOML value; without quotes, a word, or any value of a text key, is a string."""
+    value = _toml_or_text(raw)
     return raw if keys()[name].is_string and not isinstance(value, str) else value
 
 
-def _bare(raw: str) -> Any:
-    """The text as a TOML value, or itself where it is none."""
+def _toml_or_text(raw: str) -> Any:
+    """The text as a TOML value, or the text itself if it is not TOML."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         return raw
 
 
-def _finish(draft: _Draft) -> Loaded:
+def _finish(draft: _Draft) -> LoadedConfig:
+    """Validate the values. Raises ConfigError with all problems found here and before."""
     try:
         # Through JSON, where an array may be a tuple and the types stay strict otherwise.
         config = RunConfig.model_validate_json(json.dumps(_nest(draft.values), default=str))
@@ -240,7 +251,7 @@ def _finish(draft: _Draft) -> Loaded:
         raise ConfigError(draft.problems) from None
     if draft.problems:
         raise ConfigError(draft.problems)
-    return Loaded(config, {name: draft.origins.get(name, "default") for name in keys()})
+    return LoadedConfig(config, {name: draft.origins.get(name, DEFAULT) for name in keys()})
 
 
 def _nest(values: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +276,7 @@ def _suggest(name: str, meant: list[str]) -> str:
 
 
 def _syntax_line(path: Path, text: str, message: str) -> str:
-    """One readable line for a TOML error, with the line it is on."""
+    """One line for a TOML error, with the number and text of the line it is on."""
     found = re.search(r"\(at line (\d+), column \d+\)", message)
     reason = message.split(" (at ")[0]
     if "overwrite" in reason or "twice" in reason:

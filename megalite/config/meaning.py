@@ -1,8 +1,8 @@
-"""What a setting stands for where that can be written in several ways.
+"""The meaning of settings that can be written in several ways, to compare two configs.
 
 A setting that was left open and its value written out mean the same, and so do shares in other
-units: a run that is resumed may change between them. Where two configs say the same thing under two
-settings (steps and tokens), that is train/changes.py's to see. Pure; builds nothing.
+units: a run that is resumed may change between them. Where two configs mean the same by two
+different settings (steps and tokens), train/changes.py compares. Pure; builds nothing.
 """
 
 from __future__ import annotations
@@ -10,27 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megalite.config.effect import without_effect
+from megalite.config.effect import effective_window, without_effect
 from megalite.config.inputs import sources
 from megalite.config.names import value_of
 from megalite.config.schema import RunConfig
-from megalite.config.shares import SPLIT_NAMES, exact
+from megalite.config.shares import SPLIT_NAMES, decimal_fraction
 
 
 def same_meaning(old: RunConfig, new: RunConfig, name: str) -> bool:
-    """Whether a setting stands for the same in two configs, or for nothing in both."""
+    """True if a setting means the same in two configs, or has no effect in both."""
     if value_of(old, name) == value_of(new, name):
         return True
     meaning = _MEANINGS.get(name)
     if meaning is not None and meaning(old) == meaning(new):
         return True
     return name in without_effect(old) and name in without_effect(new)
-
-
-def _window(config: RunConfig) -> int | None:
-    """The sliding window, None where no sequence is longer."""
-    window = config.model.sliding_window
-    return window if window is not None and window < config.data.seq_length else None
 
 
 def _ramp_tokens(config: RunConfig) -> int | None:
@@ -48,13 +42,13 @@ def _sources(config: RunConfig) -> list[tuple[Any, ...]]:
 
 def _split(config: RunConfig) -> list[Any]:
     """Shares of all parts; one that is left out is 0."""
-    shares = [exact(share) for share in config.data.split]
-    shares += [exact(0.0)] * (len(SPLIT_NAMES) - len(shares))
+    shares = [decimal_fraction(share) for share in config.data.split]
+    shares += [decimal_fraction(0.0)] * (len(SPLIT_NAMES) - len(shares))
     return [share / sum(shares) for share in shares]
 
 
 def _groups(config: RunConfig) -> list[dict[str, Any]]:
-    """The groups; to scale the rate by 1 is to leave it, where no group before scales it."""
+    """The groups, without scales of 1 that no group before them makes different from none."""
     entries: list[dict[str, Any]] = []
     scaled = False
     for group in config.optimizer.groups:
@@ -67,7 +61,7 @@ _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "model.num_kv_heads": lambda config: config.model.kv_heads,
     "model.head_dim": lambda config: config.model.head_size,
     "model.vocab_pad_multiple": lambda config: config.model.padded_vocab_size,
-    "model.sliding_window": _window,
+    "model.sliding_window": effective_window,
     "optimizer.groups": _groups,
     "data.sources": _sources,
     "data.split": _split,

@@ -1,8 +1,7 @@
-"""The names a config may use: every dotted key, what it takes, the nearest one to a typo.
+"""The names a config may use: every dotted key, its type and default, the nearest to a typo.
 
-Also how a value is written, in files and in messages.
-
-Derived from the models in config/schema.py, so there is no second list to keep. Reads no files.
+Also the text form of a value, for files and messages (`toml_value`). Derived from the models in
+config/schema.py, so there is no second list to keep. Reads no files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ NEAR_ENOUGH = 0.6  # of difflib's ratio; below it a suggestion would be a guess
 
 @dataclass(frozen=True)
 class Key:
-    """One setting: `default` is None for required keys too, told apart by `required`."""
+    """One setting: its dotted name, the values it takes, and its default.
+
+    `default` is None for a required key, too; `required` distinguishes the two.
+    """
 
     name: str  # dotted, e.g. "optimizer.lr"; top-level keys have no dot
     optional: bool  # accepts None
@@ -61,7 +63,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def default_of(config: RunConfig, name: str) -> Any:
-    """What a dotted key is where nothing says otherwise: some belong to the model's family."""
+    """The default of a dotted key in a config; for some keys it depends on the model's family."""
     section, _, leaf = name.rpartition(".")
     default = keys()[name].default
     if section != "model":
@@ -70,9 +72,9 @@ def default_of(config: RunConfig, name: str) -> Any:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it; None as "none", which load_config reads as unset.
+    """A value in TOML syntax; None as "none", which load_config reads as unset.
 
-    Inside a table (an entry of optimizer.groups) what is None is left out.
+    Inside a table (an entry of optimizer.groups) keys that are None are left out.
     """
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_none=True)
@@ -91,10 +93,10 @@ def toml_value(value: Any) -> str:
 
 
 def nearest(name: str) -> list[str]:
-    """The keys a misspelt dotted name most likely means, best first; empty if nothing is close.
+    """The keys that a misspelt dotted name most likely means, best first; empty if none is close.
 
-    Same key with hyphens or other case first, then the same key in other sections, then the most
-    similar spelling, its own section before others.
+    First the same key with hyphens or in other case, then the same key in other sections, then the
+    most similar spelling, where its own section comes before others.
     """
     section, _, leaf = _normal(name).rpartition(".")
     exact = [key for key in keys() if _squash(key) == _squash(_normal(name))]
@@ -107,7 +109,7 @@ def nearest(name: str) -> list[str]:
 
 
 def nearest_section(name: str) -> str | None:
-    """The section a misspelt section name most likely means, or None."""
+    """The section that a misspelt section name most likely means, or None."""
     scored = [(_ratio(_normal(name), section), section) for section in sections()]
     score, best = max(scored)
     return best if score >= NEAR_ENOUGH else None
@@ -167,7 +169,10 @@ def _ratio(a: str, b: str) -> float:
 
 
 def _likeness(section: str, leaf: str, key: str) -> float:
-    """How close two names are: by spelling, or by words they share; other sections count less."""
+    """Likeness of a misspelt name to a key, up to 1: by spelling, or by words they share.
+
+    A key of another section counts less.
+    """
     key_section, _, key_leaf = key.rpartition(".")
     words, key_words = set(leaf.split("_")), set(key_leaf.split("_"))
     shared = len(words & key_words) / min(len(words), len(key_words))

@@ -1,9 +1,9 @@
-"""Which settings may differ between the run that saved a checkpoint and the run that resumes it.
+"""Rules for settings that differ between the run that saved a checkpoint and one that resumes it.
 
-The one table of it. `free`: changes no number beyond the rounding of sums in another order (which
-kernels are told at the resume), or only where the run lies and what it tells.
+The only table of them. `free`: changes no number beyond the rounding of sums in another order
+(changed kernels are reported at the resume), or only where the run's files are and what it reports.
 `never`: the checkpoint would not fit. All others decide what the run computes: they are refused
-unless the command line lists them with `--accept`. What is compared is train/changes.py's business.
+unless the command line lists them with `--accept`. train/changes.py compares the configs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _NEVER_SECTIONS = ("model",)
 _NEVER_KEYS = ("data.seq_length",)  # positions in the data are counted in samples
 _NOT_NEVER = ("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout")
 
-# Together they say when the run and its decay end; free as long as no learning rate moves.
+# Together they decide when the run and its decay end; free as long as no learning rate moves.
 HORIZON = ("train.steps", "train.tokens", "optimizer.decay_steps", "optimizer.decay_tokens")
 
 
 def may_change(name: str) -> Change:
-    """What a changed setting needs; for those in HORIZON, where it moves the learning rate."""
+    """The rule for a changed setting; for those in HORIZON, if it moves the learning rate."""
     section = name.split(".")[0]
     if section in _FREE_SECTIONS or name in _FREE_KEYS:
         return "free"
@@ -61,7 +61,7 @@ def may_change(name: str) -> Change:
 
 
 def accepted(lists: Iterable[str]) -> frozenset[str]:
-    """The names in comma-separated lists; ConfigError for each that cannot be accepted."""
+    """The names in comma-separated lists; raises ConfigError for those that cannot be accepted."""
     names = [name.strip() for text in lists for name in text.split(",") if name.strip()]
     problems = [problem for name in names if (problem := _problem(name))]
     if problems:

@@ -1,4 +1,4 @@
-"""What a run is made of: one frozen pydantic model per component, each with its local checks.
+"""The schema of a run's settings: one frozen pydantic model per section, with its local checks.
 
 Does not read files (config.load), does not compare sections with each other or with the world
 size (checks.settings), does not spread layers over stages (run.stages). Knows no torch.
@@ -90,12 +90,12 @@ class ModelConfig(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward block has a gate: a third matrix."""
+        """True if the feed-forward block has a gate: a third matrix."""
         return self.activation == "swiglu"
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training draws masks at all."""
+        """True if training draws any dropout masks."""
         return max(self.embedding_dropout, self.attention_dropout, self.residual_dropout) > 0
 
     @property
@@ -115,7 +115,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     # layers of each of the pp * vpp stages, in model order; None: as even as possible
     stage_layers: list[Annotated[int, Field(ge=0)]] | None = None
-    # "cost": the head counts as many layers as its FLOPs are worth; "layers": as said below
+    # "cost": the head counts as many layers as its FLOPs are worth; "layers": as given below
     balance: Literal["layers", "cost"] = "layers"
     embedding_layers: float = Field(default=0.0, ge=0)  # embedding's cost in layer-equivalents
     head_layers: float = Field(default=0.0, ge=0)  # head and loss, in layer-equivalents
@@ -133,7 +133,7 @@ class PipelineConfig(Section):
 
 
 class GroupConfig(Section):
-    """What is different for the parameters whose name matches a pattern.
+    """Optimizer settings for the parameters whose name matches a pattern.
 
     `match` is a shell pattern over global parameter names ("*.bias", "embedding.weight"). Every
     group that matches applies, in order: a later one overrides what it sets.
@@ -228,7 +228,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tokens come from and how they are cut into samples."""
+    """The sources of tokens, and how they are cut into samples."""
 
     path: Prefix | None = None  # PREFIX of PREFIX.bin and PREFIX.idx
     sources: list[SourceConfig] = []  # a blend, instead of path
@@ -247,7 +247,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """The step: how long, how much, in which numbers."""
+    """Length of the run, batch of a step, number formats, recomputation and loss."""
 
     steps: int = Field(ge=0)  # or `tokens`, from which it then follows
     tokens: int | None = Field(default=None, ge=1)  # the run's length in tokens instead of steps
@@ -291,7 +291,7 @@ class EvalSetConfig(Section):
 class EvalConfig(Section):
     """Validation during training, and at its end."""
 
-    interval: int = Field(default=0, ge=0)  # steps; 0: never; past the end: told at the start
+    interval: int = Field(default=0, ge=0)  # steps; 0: never; past the end: reported at the start
     # global batches of each set, the same ones every time; None: all of the set
     batches: int | None = Field(default=None, ge=1)
     weights: Literal["model", "ema"] = "model"  # ema: the average that optimizer.ema_decay keeps
@@ -299,9 +299,9 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is written and where a run starts from."""
+    """Checkpoint interval, and the state that a run starts from."""
 
-    # steps; 0: only at the end and on a signal; past the end: told at the start
+    # steps; 0: only at the end and on a signal; past the end: reported at the start
     interval: int = Field(default=0, ge=0)
     resume: Literal["auto", "never", "must"] = "auto"
     # run or checkpoint folder whose weights a new run starts from, with a fresh optimizer
@@ -322,10 +322,10 @@ class WandbConfig(Section):
 class LogConfig(Section):
     """Console and metrics."""
 
-    # steps between console lines; the last step has one; past the end: told at the start
+    # steps between console lines; the last step has one; past the end: reported at the start
     interval: int = Field(default=1, ge=1)
     format: Literal["megalite", "megatron"] = "megalite"  # of console lines
-    # steps; 0: never; past the end: told at the start
+    # steps; 0: never; past the end: reported at the start
     param_stats_interval: int = Field(default=0, ge=0)
     hardware: str | None = Field(default=None, min_length=1)  # file with the device's peak
     tensorboard: bool = False
@@ -333,7 +333,7 @@ class LogConfig(Section):
 
 
 class KernelsConfig(Section):
-    """What computes norms, activations, attention, loss and update; docs/kernels.md tells more."""
+    """The kernels for norms, activations, attention, loss and update: see docs/kernels.md."""
 
     # auto: triton on CUDA devices of capability 8.0 and up, else plain torch (reference);
     # interpret: triton on the CPU, for tests, with TRITON_INTERPRET=1 in the environment

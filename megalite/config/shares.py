@@ -1,8 +1,8 @@
 """Shares of a token stream for training, validation and test, as users write them.
 
 Accepted are lists of two or three numbers and Megatron's text form: [0.98, 0.02], "98,2",
-"969,30,1". Shares are relative; but where all are fractions of at most 1 they must add up to 1,
-since anything else is a slip. Exact arithmetic throughout. Knows no data.
+"969,30,1". Shares are relative; but where all are at most 1 and one is a fraction they must add up
+to 1, since any other sum is a mistake. Exact arithmetic throughout. Knows no data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXAMPLES = 'use for example [0.98, 0.02], "98,2" or "969,30,1"'
 
 
 def parse_split(value: object) -> tuple[float, ...]:
-    """Shares of train, validation and, where given, test; ValueError says what is wrong."""
+    """Shares of train, validation and, where given, test. Raises ValueError with a remedy."""
     parts = _numbers(value)
     if not 2 <= len(parts) <= len(SPLIT_NAMES):
         raise ValueError(f"needs 2 or 3 numbers (train, validation, test); {EXAMPLES}")
@@ -35,19 +35,19 @@ def parse_split(value: object) -> tuple[float, ...]:
     return parts
 
 
-def exact(number: float) -> Fraction:
+def decimal_fraction(number: float) -> Fraction:
     """The number as it is written: 0.1 is a tenth, not the binary fraction nearest to it."""
     return Fraction(repr(number))
 
 
-def bounds(num_tokens: int, shares: Sequence[float]) -> list[int]:
-    """Where the shares of `num_tokens` tokens start, and the end: one number more than shares."""
-    whole = sum(exact(share) for share in shares)
-    ends, reached = [0], Fraction(0)
+def share_bounds(num_tokens: int, shares: Sequence[float]) -> list[int]:
+    """First token of each share of `num_tokens` tokens, and the end: len(shares) + 1 numbers."""
+    whole = sum(decimal_fraction(share) for share in shares)
+    bounds, reached = [0], Fraction(0)
     for share in shares:
-        reached += exact(share)
-        ends.append(int(num_tokens * reached / whole))
-    return ends
+        reached += decimal_fraction(share)
+        bounds.append(int(num_tokens * reached / whole))
+    return bounds
 
 
 def _numbers(value: object) -> tuple[float, ...]:

@@ -1,11 +1,11 @@
-"""A config as text: TOML that loads back equal, and the table of values with their origins."""
+"""A config as text: TOML that loads back equal, and a table of values with their origins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megalite.config.effect import without_effect
-from megalite.config.load import Loaded
+from megalite.config.load import LoadedConfig
 from megalite.config.names import default_of, keys, section_keys, sections, toml_value, value_of
 from megalite.config.schema import RunConfig
 
@@ -13,26 +13,26 @@ from megalite.config.schema import RunConfig
 def to_toml(config: RunConfig) -> str:
     """Every setting as TOML; None is written "none". Loads back to an equal config.
 
-    Left out are settings that have no effect in this config and stand at their default, because
-    naming them in a file is refused.
+    Left out are settings that have no effect in this config and have their default, because a file
+    that names them is refused.
     """
-    silent = {name for name in without_effect(config) if _is_default(config, name)}
+    left_out = {name for name in without_effect(config) if _is_default(config, name)}
     lines = [_assignment(config, name, name) for name in keys() if "." not in name]
     for section in sections():
         names = [(key, f"{section}.{key}") for key in section_keys(section)]
         lines += ["", f"[{section}]"]
-        lines += [_assignment(config, key, name) for key, name in names if name not in silent]
+        lines += [_assignment(config, key, name) for key, name in names if name not in left_out]
     return "\n".join(lines) + "\n"
 
 
-def format_config(loaded: Loaded) -> str:
-    """A table with one line per setting: name, value, where the value came from."""
+def format_config(loaded: LoadedConfig) -> str:
+    """A table with one line per setting: name, value, origin of the value."""
     rows = [(n, toml_value(value_of(loaded.config, n)), loaded.origins[n]) for n in keys()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(_table(rows, widths))
 
 
-def print_config(loaded: Loaded) -> None:
+def print_config(loaded: LoadedConfig) -> None:
     """Print the table of format_config."""
     print(format_config(loaded))
 

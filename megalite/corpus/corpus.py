@@ -1,10 +1,10 @@
-"""Where documents come from: a folder, one file, or `builtin`, this Python's own standard library.
+"""The sources of documents: a folder, one file, or `builtin`, this Python's standard library.
 
-A corpus yields documents in the same order each time, as chunks of bytes or as text, and keeps
-count of what it left out and why. Under policy `fail` the first bad document ends the run with its
+A corpus yields documents in the same order each time, as chunks of bytes or as text, and counts
+those that it left out, by fault. Under policy `fail` the first bad document is a DataError with its
 place; under `skip` bad documents are left out and reported. A file that cannot be read to its end
-(no permission, damaged gzip) fails under both, as nobody can say what is missing. How files are
-read is in sources.py, what makes a document bad in documents.py; nothing here knows tokens.
+(no permission, damaged gzip) is a DataError under both, as what is missing is unknown. sources.py
+reads files, documents.py defines the faults; tokens come later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from megalite.corpus.documents import Chunk, CorpusReport, in_full, parse, reason
+from megalite.corpus.documents import CorpusChunk, CorpusReport, Fault, parse, with_detail
 from megalite.corpus.sources import LINES_SUFFIXES, PARQUET_SUFFIXES, TextChunks, read_files
 from megalite.errors import DataError
 
@@ -25,13 +25,14 @@ Policy = Literal["fail", "skip"]
 BUILTIN = "builtin"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 DEFAULT_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + PARQUET_SUFFIXES
-PIECE_CHARS = 6_000  # documents of the built-in corpus are about as long
-# tests hold files that are broken on purpose; the rest is not the standard library
+PIECE_CHARS = 6_000  # length of documents of the built-in corpus, about
+# Folders that the built-in corpus leaves out: tests hold files that are broken on purpose; the
+# others are not the standard library.
 BUILTIN_LEFT_OUT = ("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test")
 
 
 class Corpus:
-    """A fixed list of files read as documents; `documents()` may be called again and again."""
+    """A fixed list of files read as documents; `documents()` may be called repeatedly."""
 
     def __init__(
         self,
@@ -52,22 +53,23 @@ class Corpus:
         self.max_bytes = max_bytes
 
     def source_bytes(self) -> int:
-        """Bytes of all files as they lie on disk, which `Chunk.source_bytes` counts up to."""
+        """Bytes of all files on disk, the final value of `CorpusChunk.source_bytes`."""
         return sum(path.stat().st_size for path in self.files if path.is_file())
 
-    def chunks(self) -> Iterator[Chunk]:
-        """All of the corpus as bytes in order, not limited by `max_bytes`."""
+    def chunks(self) -> Iterator[CorpusChunk]:
+        """The whole corpus as bytes, in order, not limited by `max_bytes`."""
         return read_files(self.files, self.key)
 
     def documents(
         self,
         report: CorpusReport | None = None,
-        on_chunk: Callable[[Chunk], None] = lambda chunk: None,
+        on_chunk: Callable[[CorpusChunk], None] = lambda chunk: None,
     ) -> Iterator[str]:
-        """Good documents in order, counted into `report`; DataError as the policy says, or if none.
+        """The good documents in order, counted into `report`.
 
         With `max_bytes` it ends there, the last document cut at a character. `on_chunk` is called
-        before the documents of each chunk.
+        before the documents of each chunk. Raises DataError for a bad document under policy
+        `fail`, and if there is no good document.
         """
         report = CorpusReport() if report is None else report
         for chunk in self.chunks():
@@ -77,12 +79,12 @@ class Corpus:
                 break
         self.require_some(report)
 
-    def texts(self, chunk: Chunk, report: CorpusReport) -> Iterator[str]:
-        """Good documents of one chunk, where `report` holds what came before and is added to."""
-        return judged_texts(chunk, report, self.key, self.policy, self.max_bytes)
+    def texts(self, chunk: CorpusChunk, report: CorpusReport) -> Iterator[str]:
+        """The good documents of one chunk; `report` has those before it and counts these, too."""
+        return accepted_texts(chunk, report, self.key, self.policy, self.max_bytes)
 
     def require_some(self, report: CorpusReport) -> None:
-        """DataError when no document was found."""
+        """Raise DataError if no document was found."""
         if report.num_documents:
             return
         if report.reached_max_bytes:
@@ -98,21 +100,26 @@ class Corpus:
         )
 
 
-def judged_texts(
-    chunk: Chunk, report: CorpusReport, key: str, policy: Policy, max_bytes: int | None
+def accepted_texts(
+    chunk: CorpusChunk, report: CorpusReport, key: str, policy: Policy, max_bytes: int | None
 ) -> Iterator[str]:
-    """Good documents of a chunk, counted into `report`, up to `max_bytes` in `report` altogether;
-    DataError at the first bad document under policy fail."""
+    """The good documents of a chunk, counted into `report`.
+
+    `max_bytes` limits the text in `report`, that of earlier chunks included. Raises DataError at
+    the first bad document under policy `fail`.
+    """
     report.notice(chunk)
     for index, text, fault in parse(chunk, key):
-        if fault:
+        if fault is not None:
             if policy == "fail":
                 raise DataError(
-                    f"{chunk.place(index)}: {in_full(chunk, index, fault, key)}; {reason(fault)}. "
+                    f"{chunk.place(index)}: {with_detail(chunk, index, fault, key)}; {fault.rule}. "
                     "Mend it, or leave such documents out with --on-bad skip"
                 )
             report.skip(chunk, index, fault, key)
             continue
+
+        # Counted before it is given: the caller may stop after any document.
         size = len(text) if text.isascii() else len(text.encode())
         if max_bytes is not None and size > max_bytes - report.text_bytes:
             report.reached_max_bytes = True
@@ -126,31 +133,38 @@ def judged_texts(
             return
 
 
-def _first_bytes(text: str, room_bytes: int) -> str:
-    cut = text.encode()[:room_bytes].decode(errors="ignore")  # ignored is half a character
+def _first_bytes(text: str, limit_bytes: int) -> str:
+    """The first whole characters of a text in at most `limit_bytes`; "" if only white space."""
+    cut = text.encode()[:limit_bytes].decode(errors="ignore")  # drops a part of a character
     return "" if cut.isspace() else cut
 
 
 class BuiltinCorpus(Corpus):
-    """The standard library's files, cut at blank lines into documents of about `PIECE_CHARS`, in
-    order by hash: any stretch of it is a fair sample of the whole, so that a cut by bytes, or a
-    validation split at the end, is like the rest. Reads all files (some 12 MB) before the first.
+    """The standard library's files, cut at blank lines into documents of about `PIECE_CHARS`.
+
+    They are in order by hash: any stretch is a fair sample of the whole, so a cut by bytes, or a
+    validation split at the end, is like the rest. All files (some 12 MB) are read before the first
+    document is given.
     """
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[CorpusChunk]:
         """The faults, then the pieces of all files in order by hash."""
         texts = TextChunks()
-        bad: list[tuple[str, str]] = []
-        good: list[tuple[bytes, str, str]] = []
+        bad: list[tuple[str, Fault]] = []  # (place, fault)
+        good: list[tuple[bytes, str, str]] = []  # (hash, place, text)
         for chunk in super().chunks():
             for index, text, fault in parse(chunk, self.key):
                 place = chunk.place(index)
-                if fault:
+                if fault is not None:
                     bad.append((place, fault))
                     continue
+                # Without the folder, which differs between machines. The number and the length of
+                # the file keep equal pieces of it apart.
                 for number, piece in enumerate(_pieces(text)):
                     name = f"{Path(place).name}/{number}/{len(text)}/{piece}"
                     good.append((hashlib.sha256(name.encode()).digest(), place, piece))
+
+        # Progress: a share of the files' bytes, by characters given.
         total, done, size = sum(len(piece) for _, _, piece in good), 0, self.source_bytes()
         for place, fault in bad:
             yield from texts.add(place, b"", 0, fault)
@@ -161,7 +175,7 @@ class BuiltinCorpus(Corpus):
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Consecutive parts of a text, of `PIECE_CHARS` or more but the last, cut at blank lines."""
+    """Consecutive parts of a text, cut at blank lines; `PIECE_CHARS` or more, but for the last."""
     kept: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
@@ -184,9 +198,10 @@ def open_corpus(
 ) -> Corpus:
     """The corpus that `source` names: a folder, a text or JSONL file, or the word builtin.
 
-    `policy` defaults to fail, and to skip for builtin, whose files are not the user's to mend.
-    `suffixes` chooses the files of a folder. DataError when there is nothing to read.
+    `policy` defaults to fail, and to skip for builtin, whose files the user cannot correct.
+    `suffixes` chooses the files of a folder. Raises DataError if there is nothing to read.
     """
+    # The word wins over a folder or a file of that name, which ./builtin reaches.
     if source != BUILTIN and Path(source).is_dir():
         files = _folder_files(Path(source), tuple(suffixes or DEFAULT_SUFFIXES))
         return Corpus(f"folder {source}", files, policy or "fail", key, max_bytes)
@@ -195,6 +210,7 @@ def open_corpus(
     if source == BUILTIN:
         name = f"builtin: standard library of Python {platform.python_version()}"
         return BuiltinCorpus(name, _builtin_files(), policy or "skip", key, max_bytes)
+
     path = Path(source)
     if not path.is_file():
         raise DataError(f"{source}: no such file or folder; give one, or the word {BUILTIN}")
@@ -233,7 +249,7 @@ def _builtin_files() -> list[Path]:
 def _walk(
     folder: Path, wanted: Callable[[str], bool], left_out: Callable[[str], bool]
 ) -> list[Path]:
-    """Files below a folder, sorted by their path parts, so that every machine agrees."""
+    """The files below a folder, sorted by the parts of their paths: the same on every machine."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error

@@ -1,10 +1,9 @@
-"""Bytes judged as documents: each is text, or a named fault in its place.
+"""Bytes checked as documents: each becomes text, or a fault with its place.
 
-A text file or a parquet row is one document, a JSONL line is one. Every byte is accounted for: what
-is not given as text is given as a fault. Reading files is in sources.py, what to do about faults in
-corpus.py. Line ends inside a text are kept; blank lines between JSONL records hold no document.
-
-A fault's first line is its name, by which it is counted; a second one, if any, is for messages.
+A text file or a parquet row is one document, a JSONL line is one. Every byte is accounted for: a
+document that is not given as text is given as a `Fault`. sources.py reads the files, corpus.py
+decides what to do about faults. Line ends inside a text are kept; blank lines between JSONL records
+hold no document.
 """
 
 from __future__ import annotations
@@ -15,13 +14,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
 MAX_DOCUMENT_BYTES = 64 << 20  # a file, line or row; encoding one takes some 43 times its size
 BOM = "\ufeff"
 
+MISSING_KEY = "missing key"
+
+# kind of fault -> the rule that the document breaks
 FAULTS = {
     "too long": f"a document may have at most {MAX_DOCUMENT_BYTES} bytes: split it",
     "invalid UTF-8": "text must be UTF-8",
@@ -29,7 +31,7 @@ FAULTS = {
     "broken JSON": "a line must be one whole JSON object",
     "JSON beyond limits": "numbers may have 4300 digits, and nesting about 1000 levels",
     "not a JSON object": "a line must be a JSON object that holds the text under a key",
-    "missing key": "each document must have the key that holds the text (--key)",
+    MISSING_KEY: "each document must have the key that holds the text (--key)",
     "null": "the text must be a string, not null",
     "not a string": "the text must be a string",
     "empty": "a document must hold more than white space",
@@ -40,16 +42,51 @@ CRLF = "CRLF line ends"
 NO_LAST_NEWLINE = "no newline at the end of the file"
 MAX_PLACES = 20  # places kept for a report; counts are complete
 MAX_KEYS, MAX_KEY_CHARS = 10, 40  # of a document, in a message
-MAX_COMPARED_KEYS = 1000  # with the one that is missing
+MAX_COMPARED_KEYS = 1000  # compared with the missing key, to suggest one
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Consecutive documents of a source as bytes that nobody has looked at.
+class Fault:
+    """The reason why a document cannot be used."""
+
+    name: str  # faults are counted by it: a key of FAULTS; a missing key has its own name behind
+    detail: str = ""  # only for messages
+
+    @property
+    def rule(self) -> str:
+        """The rule that the document breaks, for a message."""
+        return FAULTS[MISSING_KEY if self.name.startswith(MISSING_KEY) else self.name]
+
+    def __str__(self) -> str:
+        return f"{self.name}; {self.detail}" if self.detail else self.name
+
+    def to_line(self) -> str:
+        """The form in a chunk's header: the name, and after a line end the detail, if any."""
+        return f"{self.name}\n{self.detail}" if self.detail else self.name
+
+    @classmethod
+    def from_line(cls, line: str) -> Fault:
+        """The fault that `to_line` wrote."""
+        name, _, detail = line.partition("\n")
+        return cls(name, detail)
+
+
+class Document(NamedTuple):
+    """One document of a chunk: its number there, and its text, or an empty text and its fault."""
+
+    number: int
+    text: str
+    fault: Fault | None
+
+
+@dataclass(frozen=True)
+class CorpusChunk:
+    """Consecutive whole documents of a corpus as bytes, not checked yet.
 
     "lines": `payload` is whole lines of the file `path`, numbered from `first`. "texts": `payload`
-    is documents of `sizes` bytes one after another, at `places`; `faults` (by position) stand for
-    those that could not be read. `source_bytes` counts what was read of the files, for progress.
+    is documents of `sizes` bytes one after another, at `places`; `faults` (by position) are those
+    of documents that could not be read. `source_bytes`: bytes of the files read so far, for
+    progress.
     """
 
     kind: Literal["lines", "texts"]
@@ -58,27 +95,27 @@ class Chunk:
     first: int = 1
     sizes: tuple[int, ...] = ()
     places: tuple[str, ...] = ()
-    faults: dict[int, str] = field(default_factory=dict)
+    faults: dict[int, Fault] = field(default_factory=dict)
     source_bytes: int = 0
 
     def place(self, index: int) -> str:
-        """ "file" or "file:line" of a document."""
+        """The place of a document: "file" or "file:line"."""
         return f"{self.path}:{self.first + index}" if self.kind == "lines" else self.places[index]
 
     def header(self) -> dict[str, Any]:
-        """Everything but the payload and the progress, for JSON."""
+        """All fields but the payload and the progress, as JSON values."""
         return {
             "kind": self.kind,
             "path": self.path,
             "first": self.first,
             "sizes": self.sizes,
             "places": self.places,
-            "faults": sorted(self.faults.items()),
+            "faults": [(index, self.faults[index].to_line()) for index in sorted(self.faults)],
         }
 
     @classmethod
-    def from_header(cls, header: dict[str, Any], payload: bytes) -> Chunk:
-        """The chunk that `header` was made of."""
+    def from_header(cls, header: dict[str, Any], payload: bytes) -> CorpusChunk:
+        """The chunk of a header and a payload."""
         return cls(
             header["kind"],
             payload,
@@ -86,36 +123,39 @@ class Chunk:
             header["first"],
             tuple(header["sizes"]),
             tuple(header["places"]),
-            dict(header["faults"]),
+            {index: Fault.from_line(line) for index, line in header["faults"]},
         )
 
     def digest(self) -> str:
-        """Short name of content and places."""
-        name = hashlib.sha256(json.dumps(self.header()).encode())
-        name.update(self.payload)
-        return name.hexdigest()[:32]
+        """Hash of content and places, 32 hex digits.
+
+        Unfinished runs are continued by it, so the header must keep its form.
+        """
+        digest = hashlib.sha256(json.dumps(self.header()).encode())
+        digest.update(self.payload)
+        return digest.hexdigest()[:32]
 
 
 @dataclass
 class CorpusReport:
-    """What a pass over documents gave, left out, and noticed."""
+    """The counts of a pass over documents: given, left out, and odd."""
 
     num_documents: int = 0
     text_bytes: int = 0  # UTF-8 bytes of the documents given
-    skipped: Counter[str] = field(default_factory=Counter)  # fault -> documents
+    skipped: Counter[str] = field(default_factory=Counter)  # name of a fault -> documents
     places: list[str] = field(default_factory=list)  # the first of them, "file:line: fault"
     noticed: Counter[str] = field(default_factory=Counter)  # harmless oddities, by name
-    noticed_first: dict[str, str] = field(default_factory=dict)  # where each was met first
+    noticed_first: dict[str, str] = field(default_factory=dict)  # the place of the first of each
     reached_max_bytes: bool = False
 
-    def skip(self, chunk: Chunk, index: int, fault: str, key: str) -> None:
+    def skip(self, chunk: CorpusChunk, index: int, fault: Fault, key: str) -> None:
         """Count one document that is left out."""
-        self.skipped[fault.partition("\n")[0]] += 1
+        self.skipped[fault.name] += 1
         if len(self.places) < MAX_PLACES:
-            self.places.append(f"{chunk.place(index)}: {in_full(chunk, index, fault, key)}")
+            self.places.append(f"{chunk.place(index)}: {with_detail(chunk, index, fault, key)}")
 
-    def notice(self, chunk: Chunk) -> None:
-        """Count what is odd about a chunk's lines and yet costs no document."""
+    def notice(self, chunk: CorpusChunk) -> None:
+        """Count oddities of a chunk's lines for which no document is left out."""
         if chunk.kind != "lines":
             return
         if count := chunk.payload.count(b"\r\n"):
@@ -129,7 +169,7 @@ class CorpusReport:
         self.noticed_first.setdefault(name, place)
 
     def add(self, later: CorpusReport) -> None:
-        """Take in the report of the documents that follow."""
+        """Add the report of the documents that follow."""
         self.num_documents += later.num_documents
         self.text_bytes += later.text_bytes
         self.skipped.update(later.skipped)
@@ -139,14 +179,17 @@ class CorpusReport:
         self.reached_max_bytes |= later.reached_max_bytes
 
 
-def missing_key(key: str) -> str:
-    """The fault of a document without the key that should hold its text."""
-    return f"missing key {key!r}"
+def missing_key(key: str, present: Iterable[str] | None = None) -> Fault:
+    """The fault of a document without the key that should hold its text.
+
+    With the keys that are `present` its detail lists them.
+    """
+    return Fault(f"{MISSING_KEY} {key!r}", "" if present is None else _describe_keys(key, present))
 
 
-def keys_there(key: str, there: Iterable[str]) -> str:
-    """Which keys there are instead, and the one that `key` may stand for; short for any input."""
-    names = list(there)
+def _describe_keys(key: str, present: Iterable[str]) -> str:
+    """The keys that are present, and the one that `key` may stand for; short for any input."""
+    names = list(present)
     if not names:
         return "it has no keys"
     compared = (name for name in names[:MAX_COMPARED_KEYS] if len(name) <= MAX_KEY_CHARS)
@@ -161,87 +204,93 @@ def keys_there(key: str, there: Iterable[str]) -> str:
     return f"it has {', '.join(shown)}{more}{meant}"
 
 
-def in_full(chunk: Chunk, index: int, fault: str, key: str) -> str:
-    """A fault with what a message adds to its name. Reads the document again."""
+def with_detail(chunk: CorpusChunk, index: int, fault: Fault, key: str) -> Fault:
+    """The fault of a document with its detail for a message.
+
+    The keys of a JSONL record are found by parsing it again: most faults are only counted.
+    """
     if chunk.kind == "lines" and fault == missing_key(key):
-        record, _ = _parsed(chunk.payload.split(b"\n", index + 1)[index])
-        fault = f"{fault}\n{keys_there(key, record)}"
-    return fault.replace("\n", "; ")
+        record, _ = _parse_json(chunk.payload.split(b"\n", index + 1)[index])
+        return missing_key(key, record)
+    return fault
 
 
-def reason(fault: str) -> str:
-    """What is wrong about a fault, for a message."""
-    return next(why for name, why in FAULTS.items() if fault.startswith(name))
-
-
-def parse(chunk: Chunk, key: str) -> Iterator[tuple[int, str, str]]:
-    """(index, text, fault) of each document in order; `chunk.place(index)` says where it is."""
+def parse(chunk: CorpusChunk, key: str) -> Iterator[Document]:
+    """The documents of a chunk in order; `chunk.place(number)` is the place of each."""
     if chunk.kind == "lines":
         for index, line in enumerate(chunk.payload.split(b"\n")):
             if line and not line.isspace():
-                yield index, *_record(line, key)
+                text, fault = _check_record(line, key)
+                yield Document(index, text, fault)
         return
-    at = 0
+    start = 0
     for index, size in enumerate(chunk.sizes):
-        fault = chunk.faults.get(index)
-        yield index, *(("", fault) if fault else _decoded(chunk.payload[at : at + size]))
-        at += size
+        text, fault = "", chunk.faults.get(index)
+        if fault is None:
+            text, fault = _check_bytes(chunk.payload[start : start + size])
+        yield Document(index, text, fault)
+        start += size
 
 
-def _decoded(content: bytes) -> tuple[str, str]:
+def _check_bytes(content: bytes) -> tuple[str, Fault | None]:
+    """(text, fault) of a document's bytes."""
     if len(content) > MAX_DOCUMENT_BYTES:
-        return "", "too long"
+        return "", Fault("too long")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        return "", "invalid UTF-8"
-    return _judged(text)
+        return "", Fault("invalid UTF-8")
+    return _check_text(text)
 
 
-def _judged(text: str) -> tuple[str, str]:
+def _check_text(text: str) -> tuple[str, Fault | None]:
+    """(text, fault) of a document's text."""
     if text.startswith(BOM):
-        return "", "byte order mark"
+        return "", Fault("byte order mark")
     if "\0" in text:
-        return "", "NUL"
+        return "", Fault("NUL")
     if not text or text.isspace():
-        return "", "empty"
+        return "", Fault("empty")
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            return "", "lone surrogate"
-    return text, ""
+            return "", Fault("lone surrogate")
+    return text, None
 
 
-def _record(line: bytes, key: str) -> tuple[str, str]:
-    record, fault = _parsed(line)
-    if fault:
+def _check_record(line: bytes, key: str) -> tuple[str, Fault | None]:
+    """(text, fault) of a JSONL line."""
+    record, fault = _parse_json(line)
+    if fault is not None:
         return "", fault
     if len(line) > MAX_DOCUMENT_BYTES:
-        return "", "too long"
+        return "", Fault("too long")
     if not isinstance(record, dict):
-        return "", "not a JSON object"
+        return "", Fault("not a JSON object")
     if key not in record:
         return "", missing_key(key)
     value = record[key]
     if value is None:
-        return "", "null"
+        return "", Fault("null")
     if not isinstance(value, str):
-        return "", "not a string"
-    return _judged(value)
+        return "", Fault("not a string")
+    return _check_text(value)
 
 
-def _parsed(line: bytes) -> tuple[Any, str]:
-    """(value, fault) of a line as JSON, whatever kind of value that is."""
+def _parse_json(line: bytes) -> tuple[Any, Fault | None]:
+    """(value, fault) of a line as JSON; the value may be of any kind."""
+    # pydantic's parser is several times faster than the standard library's, but refuses some valid
+    # JSON (lone surrogates). So the standard library decides about what it refuses.
     try:
-        return from_json(line), ""  # several times faster; knows no lone surrogates, so that where
-    except ValueError:  # it refuses, the standard library decides what is wrong, if anything
-        text, fault = _decoded(line)
-    if fault:
+        return from_json(line), None
+    except ValueError:
+        text, fault = _check_bytes(line)
+    if fault is not None:
         return None, fault
     try:
-        return json.loads(text), ""
+        return json.loads(text), None
     except json.JSONDecodeError:
-        return None, "broken JSON"
+        return None, Fault("broken JSON")
     except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting
-        return None, "JSON beyond limits"
+        return None, Fault("JSON beyond limits")

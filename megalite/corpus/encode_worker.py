@@ -1,6 +1,7 @@
-"""A process that encodes chunks: messages in on stdin, messages out on stdout, until stdin ends.
+"""A process that encodes chunks: it reads requests on stdin and writes answers on stdout.
 
-So a worker never outlives the run that started it, however that ended. See encode_pool.py.
+It ends when stdin does, so it never outlives the run that started it, however that ended. See
+encode_pool.py.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import signal
 import sys
 from typing import IO
 
-from megalite.corpus.documents import Chunk
+from megalite.corpus.documents import CorpusChunk
 from megalite.corpus.encoding import EncodeOptions, Encoder, read_message, write_message
 from megalite.data.tokenizer import Tokenizer
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """First message: the tokenizer and options; then one answer to each chunk."""
+    """Answer requests until they end. The first message has the tokenizer and the options.
+
+    Each later one has a chunk; its answer has the fields of `Encoded`.
+    """
     first = read_message(requests)
     if first is None:
         return
@@ -25,7 +29,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     encoder = Encoder(tokenizer, EncodeOptions(header["key"], header["policy"]))
     while request := read_message(requests):
         header, payload = request
-        encoded = encoder.encode(Chunk.from_header(header["chunk"], payload), header["check"])
+        encoded = encoder.encode(CorpusChunk.from_header(header["chunk"], payload), header["check"])
         answer = {
             "entry": encoded.entry.to_json(),
             "failure": encoded.failure,
@@ -35,12 +39,13 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process; Ctrl-C is the parent's to answer."""
+    """Entry point of the process. Ctrl-C reaches it, too, but only the parent handles that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    # From here on a print, of a library for example, goes to stderr and not between the answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         serve(sys.stdin.buffer, answers)
     except BrokenPipeError:  # the parent is gone
-        sys.stderr = None
+        sys.stderr = None  # no message at exit about answers that could not be flushed
         raise SystemExit(1) from None

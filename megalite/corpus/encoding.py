@@ -1,8 +1,8 @@
-"""One chunk of documents turned into token ids: what a worker does, and prepare's inner loop.
+"""Encoding one chunk of documents to token ids: the work of a worker.
 
 Each document is encoded whole and ended with one eos id. The result is a function of the chunk, the
-tokenizer and the options alone, so that any number of workers gives the same files. Counts of what
-was left out travel with the ids; under policy fail the first bad document stands as `failure`.
+tokenizer and the options alone, so any number of workers gives the same files. The result includes
+counts of the documents left out; under policy fail the first bad document is its `failure`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.corpus.corpus import Policy, judged_texts
-from megalite.corpus.documents import Chunk, CorpusReport
+from megalite.corpus.corpus import Policy, accepted_texts
+from megalite.corpus.documents import CorpusChunk, CorpusReport
 from megalite.data.indexed import dtype_for_vocab
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
@@ -29,7 +29,7 @@ _SIZES = struct.Struct("<QQ")
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """How documents are read and judged."""
+    """The key of the text in a record, and the policy for bad documents."""
 
     key: str
     policy: Policy
@@ -37,7 +37,7 @@ class EncodeOptions:
 
 @dataclass
 class Entry:
-    """What became of one chunk, without its ids: a line of the record of an unfinished run."""
+    """The result for one chunk without its ids: a line of the record of an unfinished run."""
 
     digest: str  # of the chunk
     num_tokens: int = 0
@@ -48,12 +48,12 @@ class Entry:
     report: CorpusReport = field(default_factory=CorpusReport)
 
     def to_json(self) -> dict[str, Any]:
-        """Values that JSON takes; they share what is mutable with this entry."""
+        """The entry as JSON values, which share mutable objects with it."""
         return {**vars(self), "report": vars(self.report)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Entry:
-        """The entry that `values` were made of; KeyError or TypeError if they are not."""
+        """The entry of `to_json` values; KeyError or TypeError if they are others."""
         report = dict(values["report"])
         for name in ("skipped", "noticed"):
             report[name] = Counter(report[name])
@@ -62,7 +62,10 @@ class Entry:
 
 @dataclass
 class Encoded:
-    """A chunk's documents as they lie in the files: ids [tokens], lengths [documents] int32."""
+    """A chunk's documents as in the dataset's files: ids [tokens], lengths [documents] int32.
+
+    `failure`: the error message under policy fail; there are no ids then.
+    """
 
     entry: Entry
     ids: bytes
@@ -80,20 +83,26 @@ class Encoder:
         self._end_id = tokenizer.eos_id
 
     def encode(
-        self, chunk: Chunk, check_round_trips: bool = False, max_bytes: int | None = None
+        self, chunk: CorpusChunk, check_round_trips: bool = False, max_bytes: int | None = None
     ) -> Encoded:
-        """Ids of a chunk's good documents; with `max_bytes`, of its first bytes of text only."""
+        """Encode a chunk's good documents; with `max_bytes`, its first bytes of text only.
+
+        With `check_round_trips` up to MAX_ROUND_TRIPS of them are decoded and compared.
+        """
         entry = Entry(chunk.digest())
         report, options = entry.report, self.options
         try:
-            texts = list(judged_texts(chunk, report, options.key, options.policy, max_bytes))
+            texts = list(accepted_texts(chunk, report, options.key, options.policy, max_bytes))
         except DataError as error:
             return Encoded(entry, b"", b"", str(error))
+
         rows = self.tokenizer.encode_batch(texts)
         if check_round_trips:
             entry.round_trips = min(len(rows), MAX_ROUND_TRIPS)
             pairs = list(zip(rows, texts, strict=True))[:MAX_ROUND_TRIPS]
             entry.round_trips_exact = sum(self.tokenizer.decode(r) == text for r, text in pairs)
+
+        # The checksum lets a later run trust the ids in the folder of an unfinished one.
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype="<i4", count=len(rows))
         ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
         entry.num_tokens = len(ids)
@@ -103,21 +112,22 @@ class Encoder:
         return encoded
 
     def _joined(self, rows: list[NDArray[Any]], num_tokens: int) -> NDArray[Any]:
+        """All documents one after another, each with the end id behind it."""
         ids = np.full(num_tokens, self._end_id, dtype=np.int32)
-        at = 0
+        start = 0
         for row in rows:
-            ids[at : at + len(row)] = row
-            at += len(row) + 1
+            ids[start : start + len(row)] = row
+            start += len(row) + 1  # the end id is there already
         return ids
 
 
 def checksum(lengths: bytes, ids: bytes) -> int:
-    """CRC-32 of both, one after the other."""
+    """CRC-32 of lengths and ids, one after the other."""
     return zlib.crc32(ids, zlib.crc32(lengths))
 
 
 def write_message(stream: IO[bytes], header: dict[str, Any], payload: bytes) -> None:
-    """One message of a pipe: sizes, a JSON header, bytes."""
+    """Write one message: the sizes of both parts (uint64), a JSON header, the payload."""
     head = json.dumps(header).encode()
     stream.write(_SIZES.pack(len(head), len(payload)) + head)
     stream.write(payload)
@@ -125,7 +135,7 @@ def write_message(stream: IO[bytes], header: dict[str, Any], payload: bytes) -> 
 
 
 def read_message(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    """The next message, None at the end of the stream (also where it ends within one)."""
+    """Read the next message; None at the end of the stream, also if it ends within a message."""
     sizes = stream.read(_SIZES.size)
     if len(sizes) < _SIZES.size:
         return None

@@ -1,7 +1,8 @@
-"""Writer of Megatron's indexed dataset, see indexed.py: one sequence per document, atomic.
+"""Writing Megatron's indexed dataset, see data/indexed.py: one sequence per document, atomically.
 
-It publishes by renaming finished files, the index last, so that an interrupted run leaves nothing
-that opens; a killed one may leave `PREFIX.*.tmp-*` files, which nothing reads. Knows no text.
+Finished files are renamed, the index last, so an interrupted run leaves nothing that can be opened
+as a dataset; a killed one may leave `PREFIX.*.tmp-*` files, which nothing reads. Takes token ids,
+no text.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MAX_SEQUENCE_TOKENS = 2**31 - 1  # lengths are stored as int32
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a writer has put into its files; known before they are published."""
+class WrittenDataset:
+    """The summary of a dataset's files, made before they are published."""
 
     num_tokens: int
     num_documents: int
@@ -39,8 +40,8 @@ class Written:
 class IndexedWriter:
     """Writes one dataset: `add_document` for each document, then `publish`.
 
-    Used as a context manager, it removes its temporary files unless `publish` was reached. Files
-    of an earlier dataset under the same prefix stay as they are until then, and are replaced.
+    A context manager that removes its temporary files unless `publish` succeeded. Files of an
+    earlier dataset at the same prefix stay until then, and are replaced.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -68,20 +69,30 @@ class IndexedWriter:
         self.abort()
 
     def add_document(self, ids: Sequence[int] | NDArray[Any]) -> None:
-        """Append one document (one sequence) of token ids; DataError for an id not in range."""
+        """Append one document (one sequence) of token ids [n].
+
+        Raises DataError for ids outside the vocabulary, of another type or shape, or too many.
+        """
         tokens = self._checked(ids)
         self._bin.write(tokens.astype(self.dtype).tobytes())
         self._lengths.append(tokens.size)
         self.num_tokens += tokens.size
 
-    def publish(self, extras: Callable[[Written], Mapping[str, bytes]] | None = None) -> Written:
-        """Make the dataset visible: .bin, then the `extras` (suffix to content), the .idx last."""
+    def publish(
+        self, extras: Callable[[WrittenDataset], Mapping[str, bytes]] | None = None
+    ) -> WrittenDataset:
+        """Make the dataset visible: the .bin, the extra files, the .idx last.
+
+        `extras(summary)` gives the content of extra files by suffix, such as ".json".
+        """
         sync(self._bin)
         self._bin.close()
         made = {".bin": self._made[0]}
         index = self._temporary_file(".idx")
         write_index(index, self.dtype, np.frombuffer(self._lengths, dtype=np.int32))
-        written = Written(
+
+        # The extras may state the fingerprint, so all content exists before the first rename.
+        written = WrittenDataset(
             self.num_tokens,
             len(self._lengths),
             self.max_id,
@@ -96,7 +107,7 @@ class IndexedWriter:
         return written
 
     def abort(self) -> None:
-        """Remove what is not published; does nothing after `publish`."""
+        """Remove the temporary files; does nothing after `publish`."""
         try:
             self._bin.close()  # may fail on a full disk, as it writes what is buffered
         finally:
@@ -105,12 +116,15 @@ class IndexedWriter:
             self._made.clear()
 
     def _checked(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+        """The ids as an array; updates `max_id`."""
         number = len(self._lengths)
         if len(ids) > MAX_SEQUENCE_TOKENS:
             raise DataError(
                 f"document {number} has {len(ids)} tokens; "
                 f"at most {MAX_SEQUENCE_TOKENS} fit the format: split the document"
             )
+
+        # numpy makes floats of an empty list, so its type is not checked.
         tokens = np.asarray(ids)
         if tokens.size == 0:
             return np.zeros(0, dtype=self.dtype)
@@ -119,6 +133,7 @@ class IndexedWriter:
                 f"document {number}: token ids of type {tokens.dtype} and shape {tokens.shape}; "
                 "wanted a one-dimensional sequence of integers"
             )
+
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.vocab_size:
             raise DataError(

@@ -1,6 +1,6 @@
-"""Indexed datasets joined into one: the files that one run over all their text would have made.
+"""Joining indexed datasets into one, with the files that one run over all their text would make.
 
-Token files are copied, the index is written anew; documents of several sequences and modes are
+Token files are copied, the index is written anew; documents of several sequences, and modes, are
 kept. Datasets must agree in dtype and, by their sidecars, in tokenizer. Memory: a few megabytes.
 """
 
@@ -24,12 +24,12 @@ from megalite.data.indexed import IndexedDataset, file_of
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo, read_sidecar
 from megalite.errors import DataError
 
-BLOCK = 1 << 20
+BLOCK = 1 << 20  # bytes, or entries of an index, at a time
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was made."""
+    """The dataset that `merge` made."""
 
     prefix: str
     num_parts: int
@@ -39,11 +39,17 @@ class MergeReport:
 
 
 def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> MergeReport:
-    """Join datasets in the order given; DataError, and nothing made, if they do not fit."""
+    """Join the datasets at `prefixes`, in this order, into one at `out_prefix`.
+
+    Raises DataError if they do not fit each other, one is damaged, the disk cannot be written, or
+    a dataset exists at `out_prefix` and `overwrite` is not set; then nothing is made.
+    """
     _check_names(out_prefix, prefixes, overwrite)
     parts = [IndexedDataset(prefix) for prefix in prefixes]
     sidecars = [_own_sidecar(part) for part in parts]
     _check_fit(parts, sidecars)
+
+    # All files are written under temporary names, beside their final ones so a rename suffices.
     temporary = f".tmp-{secrets.token_hex(4)}"
     try:
         Path(out_prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +65,14 @@ def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> 
             publish_files(Path(out_prefix), {s: p for s, p in made.items() if p.exists()})
         finally:
             for path in made.values():
-                with suppress(OSError):
+                with suppress(OSError):  # the first error is the one to report
                     path.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(
             f"{error.filename or out_prefix}: cannot be written: {error.strerror}; make room or "
             "give another OUT. No dataset was made"
         ) from error
+
     return MergeReport(
         out_prefix,
         len(parts),
@@ -89,6 +96,7 @@ def _check_names(out_prefix: str, prefixes: Sequence[str], overwrite: bool) -> N
 
 
 def _own_sidecar(part: IndexedDataset) -> Sidecar | None:
+    """The sidecar of a dataset, None if it has none; DataError if its fingerprint differs."""
     sidecar = read_sidecar(part)
     if sidecar is not None:
         found = fingerprint_files(part.bin_path, part.idx_path)
@@ -101,12 +109,16 @@ def _own_sidecar(part: IndexedDataset) -> Sidecar | None:
 
 
 def _check_fit(parts: list[IndexedDataset], sidecars: list[Sidecar | None]) -> None:
+    """Raise DataError unless one run could have made all the datasets."""
     names = [str(part.prefix) for part in parts]
     _require_one("dtype", names, [part.dtype.name for part in parts])
-    held = [part.modes is not None for part in parts if part.num_sequences]
-    _require_one(
-        "multimodal modes", [n for n, p in zip(names, parts, strict=True) if p.num_sequences], held
-    )
+
+    # A dataset without sequences has no modes to show, and fits either way.
+    filled = [part for part in parts if part.num_sequences]
+    have_modes = [part.modes is not None for part in filled]
+    _require_one("multimodal modes", [str(part.prefix) for part in filled], have_modes)
+
+    # After this check all datasets have a sidecar or none has: `known` matches `names` or is empty.
     _require_one("sidecar (PREFIX.json) present", names, [side is not None for side in sidecars])
     known = [side for side in sidecars if side is not None]
     _require_one("vocab_size", names, [side.vocab_size for side in known])
@@ -115,6 +127,7 @@ def _check_fit(parts: list[IndexedDataset], sidecars: list[Sidecar | None]) -> N
 
 
 def _require_one(what: str, names: list[str], values: Sequence[object]) -> None:
+    """Raise DataError unless all datasets have the same value; no values are the same."""
     for name, value in zip(names, values, strict=False):
         if value != values[0]:
             raise DataError(
@@ -124,6 +137,7 @@ def _require_one(what: str, names: list[str], values: Sequence[object]) -> None:
 
 
 def _write(made: dict[str, Path], parts: list[IndexedDataset]) -> None:
+    """Write the token file and the index; `.lengths` and `.documents` are for its tables."""
     with made[".bin"].open("wb") as stream:
         for part in parts:
             _copy(part, stream)
@@ -136,19 +150,23 @@ def _write(made: dict[str, Path], parts: list[IndexedDataset]) -> None:
 
 
 def _copy(part: IndexedDataset, stream: Any) -> None:
+    """Copy the part's token file; DataError if it has become shorter."""
     size = part.num_tokens * part.dtype.itemsize
     with part.bin_path.open("rb") as source:
-        for at in range(0, size, BLOCK):
-            block = source.read(min(BLOCK, size - at))
-            if len(block) < min(BLOCK, size - at):
+        for start in range(0, size, BLOCK):
+            wanted = min(BLOCK, size - start)
+            block = source.read(wanted)
+            if len(block) < wanted:
+                found = start + len(block)
                 raise DataError(
-                    f"{part.bin_path}: file length: found {at + len(block)} bytes, wanted {size}: "
+                    f"{part.bin_path}: file length: found {found} bytes, wanted {size}: "
                     "it was shortened while it was read"
                 )
             stream.write(block)
 
 
 def _boundaries(parts: list[IndexedDataset]) -> Iterator[NDArray[np.int64]]:
+    """Blocks of the document boundaries, as sequence indices of the whole."""
     yield np.zeros(1, dtype=np.int64)
     before = 0
     for part in parts:
@@ -158,7 +176,7 @@ def _boundaries(parts: list[IndexedDataset]) -> Iterator[NDArray[np.int64]]:
 
 
 def _spool(path: Path, arrays: Iterable[NDArray[Any]], dtype: str) -> NDArray[Any]:
-    """Arrays one after another in a file, mapped; so that memory does not grow with them."""
+    """Concatenate arrays in a file, mapped into memory, so memory does not grow with them."""
     with path.open("wb") as stream:
         for array in arrays:
             for at in range(0, len(array), BLOCK):
@@ -171,9 +189,12 @@ def _spool(path: Path, arrays: Iterable[NDArray[Any]], dtype: str) -> NDArray[An
 def _describe(
     out_prefix: str, made: dict[str, Path], parts: list[IndexedDataset], sidecars: list[Sidecar]
 ) -> None:
-    """The sidecar of the whole, and its tokenizer where that lies beside a part."""
+    """Write the sidecar of the whole, and the tokenizer's file if it lies beside a part."""
     if not sidecars:
         return
+
+    # A tokenizer that a part was prepared with lies beside that part: the whole gets a copy, so it
+    # can be used without the parts.
     first = sidecars[0]
     info = first.tokenizer
     for path in (file_of(part.prefix, ".model") for part in parts):
@@ -183,6 +204,7 @@ def _describe(
                 file=os.path.basename(out_prefix) + ".model", sha256=info.sha256, trained=True
             )
             break
+
     skipped = sum((Counter(side.source.skipped) for side in sidecars), Counter[str]())
     whole = Sidecar(
         vocab_size=first.vocab_size,

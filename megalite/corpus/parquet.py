@@ -1,7 +1,8 @@
-"""Rows of a parquet file as documents: one column of strings, read in small batches.
+"""Reading the rows of a parquet file as documents: one column of strings, in small batches.
 
 Memory: a batch of about BATCH_BYTES and pyarrow's pages of one row group. A file without the
-column, or with another type in it, gives a fault for each of its rows. Needs pyarrow (an extra).
+column, or with a column of another type, gives a fault for each of its rows. Needs pyarrow, an
+extra.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from megalite.corpus.documents import keys_there, missing_key
+from megalite.corpus.documents import Fault, missing_key
 from megalite.errors import DataError
 
 BATCH_BYTES = 1 << 20
 MAX_BATCH_ROWS = 4096
 
 
-def read_parquet(path: Path, key: str) -> Iterator[tuple[str, bytes, str, int]]:
-    """(place, content, fault, bytes of the file done by then) of each row, from row 1."""
+def read_parquet(path: Path, key: str) -> Iterator[tuple[str, bytes, Fault | None, int]]:
+    """(place, content, fault, bytes of the file read by then) of each row, from row 1.
+
+    Raises OSError for a file that is not sound, DataError if pyarrow is missing.
+    """
     arrow, parquet = _pyarrow(path)
     file_bytes = path.stat().st_size
     try:
@@ -31,23 +35,27 @@ def read_parquet(path: Path, key: str) -> Iterator[tuple[str, bytes, str, int]]:
         raise OSError(f"not a sound parquet file: {error}") from error
 
 
-def _rows(arrow: Any, file: Any, key: str) -> Iterator[tuple[bytes, str]]:
+def _rows(arrow: Any, file: Any, key: str) -> Iterator[tuple[bytes, Fault | None]]:
+    """(content, fault) of each row."""
     schema = file.schema_arrow
     if key not in schema.names:
-        fault = f"{missing_key(key)}\n{keys_there(key, schema.names)}"
-        yield from repeat((b"", fault), file.metadata.num_rows)
+        yield from repeat((b"", missing_key(key, schema.names)), file.metadata.num_rows)
     elif not _is_text(arrow, schema.field(key).type):
-        yield from repeat((b"", "not a string"), file.metadata.num_rows)
+        yield from repeat((b"", Fault("not a string")), file.metadata.num_rows)
     else:
         for batch in file.iter_batches(batch_size=_batch_rows(file, key), columns=[key]):
             column = batch.column(0)
             if arrow.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
             for content in column.cast(arrow.large_binary()).to_pylist():
-                yield (b"", "null") if content is None else (content, "")
+                if content is None:
+                    yield b"", Fault("null")
+                else:
+                    yield content, None
 
 
 def _is_text(arrow: Any, kind: Any) -> bool:
+    """True for a column of strings, also as a dictionary or, in newer pyarrow, as string views."""
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
     view = getattr(arrow.types, "is_string_view", lambda kind: False)
@@ -55,7 +63,7 @@ def _is_text(arrow: Any, kind: Any) -> bool:
 
 
 def _batch_rows(file: Any, key: str) -> int:
-    """Rows that hold about BATCH_BYTES, by the file's own sums."""
+    """The number of rows that hold about BATCH_BYTES, by the sizes in the file's metadata."""
     groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
     columns = [g.column(n) for g in groups[:16] for n in range(g.num_columns)]
     held = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == key)

@@ -1,10 +1,10 @@
-"""From text to an indexed dataset: documents in, PREFIX.bin, PREFIX.idx and PREFIX.json out.
+"""Preparing an indexed dataset from text: PREFIX.bin, PREFIX.idx and PREFIX.json.
 
 Each document is encoded whole and ended with one eos id. The tokenizer is a given file, or is
 trained on the same corpus first and then saved as PREFIX.model. Any number of workers makes the
-same files. Memory stays at a few chunks of text a worker, whatever the corpus. A run that ends too
-early leaves PREFIX.unfinished/ if the same call can go on from it, and notes so on the error.
-Prints nothing: the report says it all.
+same files. Memory stays at a few chunks of text per worker, whatever the size of the corpus. A run
+that ends too early leaves PREFIX.unfinished/ if the same call can continue from it, and adds a note
+about it to the error. Prints nothing; `PrepareReport` has the results.
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ from itertools import chain, repeat
 import numpy as np
 
 from megalite.corpus.corpus import Corpus, Policy, open_corpus
-from megalite.corpus.documents import Chunk, CorpusReport
+from megalite.corpus.documents import CorpusChunk, CorpusReport
 from megalite.corpus.encode_pool import EncodePool
 from megalite.corpus.encoding import Encoded, EncodeOptions, Encoder, Entry
-from megalite.corpus.prepare_tokenizer import Progress, Trained, teller, trained_tokenizer
-from megalite.corpus.publish import disk_errors_told, publish_files, write_index, write_synced
+from megalite.corpus.prepare_tokenizer import (
+    Progress,
+    Trained,
+    progress_reporter,
+    trained_tokenizer,
+)
+from megalite.corpus.publish import (
+    publish_files,
+    write_errors_as_data_errors,
+    write_index,
+    write_synced,
+)
 from megalite.corpus.tokenizer_training import ModelType, TrainReport
 from megalite.corpus.unfinished import Unfinished
 from megalite.data.fingerprint import fingerprint_files
@@ -32,12 +42,12 @@ from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.data.tokenizer import Tokenizer, library_version
 from megalite.errors import DataError
 
-FORMAT = 1  # raise it when the same text would give other files: unfinished runs start over then
+FORMAT = 1  # to be raised when the same text gives other files, so unfinished runs start over
 
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` made, and from what."""
+    """The dataset that `prepare` made, its source, and counts."""
 
     prefix: str
     source: str
@@ -49,10 +59,10 @@ class PrepareReport:
     tokenizer: str
     corpus: CorpusReport
     training: TrainReport | None  # None: the tokenizer was given
-    num_round_trips: int  # documents at the start that were decoded again
+    num_round_trips: int  # documents at the start that were decoded and compared
     num_round_trips_exact: int
     num_kept_documents: int  # taken over from an interrupted run
-    started_over: bool  # what an interrupted run with other options had done was dropped
+    started_over: bool  # the work of an interrupted run with other options was dropped
     num_workers: int
     train_s: float
     encode_s: float
@@ -60,7 +70,7 @@ class PrepareReport:
 
 @dataclass
 class _Totals:
-    """Sums over the chunks done."""
+    """Sums over the chunks done, in the order of the corpus."""
 
     report: CorpusReport = field(default_factory=CorpusReport)
     num_tokens: int = 0
@@ -95,11 +105,12 @@ def prepare(
     restart: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> PrepareReport:
-    """Tokenise a corpus into an indexed dataset; give either a tokenizer or a vocab_size to train.
+    """Make an indexed dataset from a corpus, with a given or a trained tokenizer.
 
-    `num_workers` processes encode; default: as many as CPUs. `restart` drops what an interrupted
-    run has done, which is taken over else. DataError for a bad setting, source
-    or (under policy fail) document; no dataset is there then, but finished parts may be kept.
+    Give either `tokenizer`, a file, or the `vocab_size` of one to train. `num_workers` processes
+    encode; by default one per CPU. The work of an interrupted run is taken over, or dropped with
+    `restart`. Raises DataError for a bad setting, source or (under policy fail) document; then
+    there is no dataset, but finished chunks may be kept.
     """
     _check_choice(tokenizer, vocab_size, model_type)
     corpus = open_corpus(source, key=key, policy=policy, max_bytes=max_bytes, suffixes=suffixes)
@@ -109,22 +120,28 @@ def prepare(
     workers = num_cpus() if num_workers is None else num_workers
     if workers < 1:
         raise DataError(f"num_workers={workers}; --workers must be 1 or more, or left out")
+
     start_s = time.perf_counter()
-    with Unfinished(out_prefix) as unfinished, disk_errors_told(out_prefix):
+    with Unfinished(out_prefix) as unfinished, write_errors_as_data_errors(out_prefix):
         if restart:
             unfinished.forget()
-        trained = None
-        if given is None:
-            assert vocab_size is not None  # _check_choice
+
+        trained: Trained | None = None
+        if given is not None:
+            model = given
+        else:
             settings = {"vocab_size": vocab_size, "model_type": model_type or "bpe"}
-            tell = teller(corpus, "training", on_progress)
-            trained = trained_tokenizer(corpus, unfinished, settings, tell)
-        model = given or _model_of(trained, out_prefix)
+            report_chunk = progress_reporter(corpus, "training", on_progress)
+            trained = trained_tokenizer(corpus, unfinished, settings, report_chunk)
+            model = Tokenizer.from_bytes(trained.content, f"{out_prefix}.model")
         trained_s = time.perf_counter()
+
+        # The source is read again for encoding; it may have changed since the training.
         encoder = Encoder(model, EncodeOptions(key, corpus.policy))
         totals = _encode(corpus, encoder, unfinished, workers, on_progress)
         _check_unchanged(corpus, trained, totals, unfinished)
         sidecar = _publish(corpus, encoder, unfinished, totals, trained)
+
     return PrepareReport(
         prefix=out_prefix,
         source=corpus.description,
@@ -146,14 +163,9 @@ def prepare(
     )
 
 
-def _model_of(trained: Trained | None, out_prefix: str) -> Tokenizer:
-    assert trained is not None  # no tokenizer was given
-    return Tokenizer.from_bytes(trained.content, f"{out_prefix}.model")
-
-
 def num_cpus() -> int:
-    """CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # what this job may use, on Linux
+    """The number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux: a job may have a part of the machine
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -161,6 +173,7 @@ def num_cpus() -> int:
 def _check_choice(
     tokenizer: str | None, vocab_size: int | None, model_type: ModelType | None
 ) -> None:
+    """Raise DataError unless there is either a tokenizer or a vocabulary size to train one."""
     if (tokenizer is None) == (vocab_size is None):
         raise DataError(
             f"{'no' if tokenizer is None else 'both a'} tokenizer and vocabulary size given; give "
@@ -180,7 +193,10 @@ def _encode(
     num_workers: int,
     on_progress: Callable[[Progress], None],
 ) -> _Totals:
-    """All chunks into the unfinished folder: those of an earlier run first, then new ones."""
+    """Encode all chunks into the unfinished folder, after those kept from an earlier run.
+
+    Raises DataError for a bad document under policy fail, and if there is no good one.
+    """
     started_over = unfinished.begin(
         {
             "format": FORMAT,
@@ -191,28 +207,33 @@ def _encode(
             "max_bytes": corpus.max_bytes,
         }
     )
-    totals, tell = _Totals(started_over=started_over), teller(corpus, "encoding", on_progress)
+    totals = _Totals(started_over=started_over)
+    report_chunk = progress_reporter(corpus, "encoding", on_progress)
     chunks = _take_over(corpus, unfinished, totals)
     with EncodePool(encoder, num_workers) as pool:
         for chunk, found in pool.encode(chunks, check_first=unfinished.num_chunks == 0):
-            encoded = _settled(found, chunk, corpus.max_bytes, encoder, totals)
+            # `max_bytes` and the check of the first documents depend on the chunks before.
+            encoded = _corrected(found, chunk, corpus.max_bytes, encoder, totals)
             if encoded.failure:
                 raise DataError(encoded.failure)
             unfinished.append(encoded)
             totals.add(encoded.entry)
-            tell(chunk, totals.report.text_bytes, totals.num_tokens)
+            report_chunk(chunk, totals.report.text_bytes, totals.num_tokens)
             if totals.report.reached_max_bytes:
                 break
+
+    # The corpus was read to its end without a document: there is nothing to continue from.
     if not totals.report.num_documents and unfinished.num_chunks:
-        unfinished.forget()  # it is done, and no use
+        unfinished.forget()
     corpus.require_some(totals.report)
     return totals
 
 
-def _take_over(corpus: Corpus, unfinished: Unfinished, totals: _Totals) -> Iterator[Chunk]:
-    """Count chunks that an earlier run did; what is left to do.
+def _take_over(corpus: Corpus, unfinished: Unfinished, totals: _Totals) -> Iterator[CorpusChunk]:
+    """Take over chunks that an earlier run did, into `totals`; returns the chunks left to encode.
 
-    Whichever the policy was, a chunk without a bad document is the same.
+    The policy of that run may have been another: a chunk without a bad document is the same under
+    both, so under fail only one with a bad document is encoded again.
     """
     chunks = corpus.chunks()
     for chunk, entry in zip(chunks, chain(unfinished.kept(), repeat(None)), strict=False):
@@ -228,23 +249,36 @@ def _take_over(corpus: Corpus, unfinished: Unfinished, totals: _Totals) -> Itera
     return iter(())
 
 
-def _settled(
-    encoded: Encoded, chunk: Chunk, max_bytes: int | None, encoder: Encoder, totals: _Totals
+def _corrected(
+    encoded: Encoded, chunk: CorpusChunk, max_bytes: int | None, encoder: Encoder, totals: _Totals
 ) -> Encoded:
-    """The chunk up to the limit, the first documents checked: its worker does not know what came
-    before it."""
-    room = None if max_bytes is None else max_bytes - totals.report.text_bytes
-    first, report = totals.report.num_documents == 0, encoded.entry.report
-    over = room is not None and (bool(encoded.failure) or report.text_bytes > room)
-    unchecked = first and report.num_documents > 0 and not encoded.entry.round_trips
-    if over or (unchecked and not encoded.failure):
-        return encoder.encode(chunk, first, room)
+    """The chunk's result, encoded again if it depends on the chunks before it.
+
+    Those are not known to a worker. The text may exceed `max_bytes` in this chunk (then a bad
+    document after the limit is no failure), or it may have the first documents of the corpus, of
+    which round trips are checked, though it is not the first chunk.
+    """
+    report = encoded.entry.report
+    has_first = totals.report.num_documents == 0
+    left_bytes = None if max_bytes is None else max_bytes - totals.report.text_bytes
+    may_exceed = left_bytes is not None and (
+        bool(encoded.failure) or report.text_bytes > left_bytes
+    )
+    is_unchecked = (
+        has_first
+        and report.num_documents > 0
+        and not encoded.entry.round_trips
+        and not encoded.failure
+    )
+    if may_exceed or is_unchecked:
+        return encoder.encode(chunk, has_first, left_bytes)
     return encoded
 
 
 def _check_unchanged(
     corpus: Corpus, trained: Trained | None, totals: _Totals, unfinished: Unfinished
 ) -> None:
+    """Raise DataError if the corpus that was encoded is not the one that was trained on."""
     if trained is not None and trained.source_digest != totals.digests.hexdigest():
         unfinished.forget()
         raise DataError(
@@ -260,10 +294,13 @@ def _publish(
     totals: _Totals,
     trained: Trained | None,
 ) -> Sidecar:
+    """Make the dataset's files from the unfinished folder, rename them, and remove the folder."""
     unfinished.seal()
     ids, index = unfinished.path("ids"), unfinished.path("index")
     lengths = np.memmap(unfinished.path("lengths"), dtype="<i4", mode="r")
     write_index(index, encoder.dtype, lengths)
+
+    # A trained tokenizer lies beside the dataset, so the sidecar has its name without a folder.
     tokenizer = encoder.tokenizer
     sidecar = Sidecar(
         vocab_size=tokenizer.vocab_size,
@@ -284,6 +321,8 @@ def _publish(
             skipped=dict(sorted(totals.report.skipped.items())),
         ),
     )
+
+    # Everything is on disk under other names before the first file gets its final one.
     made = {".bin": ids}
     extras = {".json": sidecar.to_bytes()}
     if trained is not None:

@@ -1,9 +1,9 @@
-"""A tokenizer trained on a corpus: for itself (`data tokenizer`), or on the way of `prepare`.
+"""Training a tokenizer on a corpus: by itself (`data tokenizer`), or as a part of `prepare`.
 
-The latter is kept in the unfinished folder until the dataset is made. It is taken over from an
-interrupted run if the settings and the files' names, sizes and times are the same; what those
-cannot show is found when the digests of what was trained on are compared with those of what was
-encoded.
+For `prepare` it is kept in the unfinished folder until the dataset is made. It is taken over from
+an interrupted run if the settings and the files' names, sizes and times are the same. A change that
+those do not show is found at the end, when the digest of the source that was trained on is compared
+with that of the source that was encoded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.corpus.corpus import Corpus, open_corpus
-from megalite.corpus.documents import Chunk, CorpusReport
+from megalite.corpus.documents import CorpusChunk, CorpusReport
 from megalite.corpus.publish import write_synced
 from megalite.corpus.tokenizer_training import ModelType, TrainReport, train_tokenizer
 from megalite.corpus.unfinished import Unfinished
@@ -29,7 +29,7 @@ from megalite.errors import DataError
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. Bytes are of the source's files, or of text where max_bytes limits it."""
+    """The progress of a run, in bytes of the source's files, or of text if max_bytes limits it."""
 
     phase: str
     done_bytes: int
@@ -39,21 +39,27 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained tokenizer's file, and what it was trained on."""
+    """The content of a trained tokenizer's file, and the text that it was trained on."""
 
     content: bytes
     report: TrainReport
     source_digest: str  # over the digests of the chunks that were offered
 
 
+# (chunk, text bytes so far, tokens so far), called for each chunk
+ReportChunk = Callable[[CorpusChunk, int, int], None]
+
+
 def trained_tokenizer(
     corpus: Corpus,
     unfinished: Unfinished,
     settings: dict[str, Any],
-    tell: Callable[[Chunk, int, int], None],
+    report_chunk: ReportChunk,
 ) -> Trained:
-    """Train on the corpus, or take what an interrupted run has trained. `settings` go to
-    train_tokenizer; `tell(chunk, text bytes, 0)` reports progress."""
+    """Train on the corpus, or take over the tokenizer of an interrupted run.
+
+    `settings` are arguments of train_tokenizer.
+    """
     key = hashlib.sha256(json.dumps([_corpus_key(corpus), settings]).encode()).hexdigest()
     model = unfinished.path("tokenizer.model")
     record = unfinished.read_json("tokenizer.json")
@@ -62,7 +68,10 @@ def trained_tokenizer(
         if hashlib.sha256(content).hexdigest() == record["sha256"]:
             unfinished.is_useful = True
             return Trained(content, TrainReport(**record["report"]), record["source_digest"])
-    content, report, digest = _train(corpus, settings, CorpusReport(), tell)
+
+    content, report, digest = _train(corpus, settings, CorpusReport(), report_chunk)
+
+    # The model first: the record, once there, is trusted as far as the model has its sha256.
     write_synced(model, content)
     unfinished.write_json(
         "tokenizer.json",
@@ -88,21 +97,29 @@ def make_tokenizer(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     **corpus_options: Any,
 ) -> tuple[TrainReport, CorpusReport]:
-    """Train a tokenizer and write it to `out`, whole or not at all; options as open_corpus."""
+    """Train a tokenizer and write it to `out`, atomically; `corpus_options` as open_corpus.
+
+    Raises DataError as open_corpus and train_tokenizer do, if `out` exists and `overwrite` is not
+    set, and if it cannot be written.
+    """
     corpus, path = open_corpus(source, **corpus_options), Path(out)
     if path.exists() and not overwrite:
         raise DataError(f"{out} exists; choose another --out, or replace it with --overwrite")
+
+    # Training may take hours, so whether the place can be written is found out before it.
     unfinished = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()  # can it be written? before the work, not after
-        found, tell = CorpusReport(), teller(corpus, "training", on_progress)
+        unfinished.touch()
+        found = CorpusReport()
+        report_chunk = progress_reporter(corpus, "training", on_progress)
         settings = {
             "vocab_size": vocab_size,
             "model_type": model_type,
             "sample_bytes": sample_bytes,
         }
-        content, report, _ = _train(corpus, settings, found, tell)
+        content, report, _ = _train(corpus, settings, found, report_chunk)
+
         write_synced(unfinished, content)
         os.replace(unfinished, path)
     except OSError as error:
@@ -116,37 +133,38 @@ def make_tokenizer(
     return report, found
 
 
-def teller(
+def progress_reporter(
     corpus: Corpus, phase: str, on_progress: Callable[[Progress], None]
-) -> Callable[[Chunk, int, int], None]:
-    """tell(chunk, text bytes so far, tokens so far), which calls `on_progress`."""
+) -> ReportChunk:
+    """A function of a chunk and the counts so far that calls `on_progress`."""
     total = corpus.source_bytes() if corpus.max_bytes is None else corpus.max_bytes
 
-    def tell(chunk: Chunk, text_bytes: int, num_tokens: int) -> None:
+    def report_chunk(chunk: CorpusChunk, text_bytes: int, num_tokens: int) -> None:
         done = chunk.source_bytes if corpus.max_bytes is None else text_bytes
         on_progress(Progress(phase, done, total, num_tokens))
 
-    return tell
+    return report_chunk
 
 
 def _train(
     corpus: Corpus,
     settings: dict[str, Any],
     found: CorpusReport,
-    tell: Callable[[Chunk, int, int], None],
+    report_chunk: ReportChunk,
 ) -> tuple[bytes, TrainReport, str]:
-    """(model, what it was trained on, digest of the source); counts documents into `found`."""
+    """(model, its training text, digest of the source); counts documents into `found`."""
     digests = hashlib.sha256()
 
-    def on_chunk(chunk: Chunk) -> None:
+    def on_chunk(chunk: CorpusChunk) -> None:
         digests.update(chunk.digest().encode())
-        tell(chunk, found.text_bytes, 0)
+        report_chunk(chunk, found.text_bytes, 0)
 
     content, report = train_tokenizer(corpus.documents(found, on_chunk), **settings)
     return content, report, digests.hexdigest()
 
 
 def _corpus_key(corpus: Corpus) -> list[Any]:
+    """JSON values that differ if a tokenizer may have to be trained again."""
     files = hashlib.sha256()
     for path in corpus.files:
         status = path.stat() if path.is_file() else None

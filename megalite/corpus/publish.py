@@ -1,6 +1,7 @@
-"""Making a dataset visible: its index written in bounded memory, its files renamed, the index last.
+"""Publishing a dataset: its index written in bounded memory, its files renamed, the index last.
 
-An interruption at any moment leaves nothing that opens. Used by the writer, prepare and merge.
+An interruption at any moment leaves nothing that can be opened as a dataset. Used by the writer,
+prepare and merge.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 from megalite.data.indexed import CODES, HEADER, MAGIC, VERSION, byte_offsets, file_of
 from megalite.errors import DataError
 
-ENTRIES_AT_ONCE = 1 << 20
+ENTRIES_AT_ONCE = 1 << 20  # of an index's tables in memory
 SUFFIXES = (".bin", ".idx", ".json", ".model")
 
 
 def check_prefix(prefix: str | Path) -> None:
-    """DataError for a prefix whose files could not be made, as far as can be seen beforehand."""
+    """Raise DataError for a prefix at which files can evidently not be made."""
     if Path(prefix).is_dir() or str(prefix).endswith(("/", ".bin", ".idx")):
         raise DataError(
             f"output prefix {prefix} is a folder or a file name; "
@@ -34,8 +35,11 @@ def check_prefix(prefix: str | Path) -> None:
 
 
 @contextmanager
-def disk_errors_told(out_prefix: str) -> Iterator[None]:
-    """DataError in place of an OSError within; all reading makes DataErrors of its own."""
+def write_errors_as_data_errors(out_prefix: str) -> Iterator[None]:
+    """Context manager: an OSError inside becomes a DataError that the disk cannot be written.
+
+    Errors in reading are not affected: the readers raise DataError themselves.
+    """
     try:
         yield
     except OSError as error:
@@ -52,9 +56,11 @@ def write_index(
     documents: NDArray[np.int64] | None = None,
     modes: NDArray[np.int8] | None = None,
 ) -> None:
-    """Write an .idx file; without `documents` (boundaries, [D]) each sequence is a document.
+    """Write an .idx file and wait until it is on disk; see data/indexed.py for the format.
 
-    Arrays may be memory maps of any size: 2**20 entries are held at once. Synced to disk.
+    `lengths` [N] in tokens, `documents` [D] boundaries as sequence indices, `modes` [N]. Without
+    `documents` each sequence is a document. Arrays may be memory maps of any size: ENTRIES_AT_ONCE
+    are in memory.
     """
     count = len(lengths)
     boundaries = count + 1 if documents is None else len(documents)
@@ -63,12 +69,15 @@ def write_index(
         stream.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], count, boundaries))
         for at in starts:
             stream.write(lengths[at : at + ENTRIES_AT_ONCE].astype("<i4").tobytes())
+
+        # The tables follow one another in the file, so the lengths are read a second time here.
         done_bytes = 0
         for at in starts:
             part = np.asarray(lengths[at : at + ENTRIES_AT_ONCE])
             offsets = byte_offsets(part, dtype.itemsize) + np.int64(done_bytes)
             stream.write(offsets.astype("<i8").tobytes())
             done_bytes = int(offsets[-1]) + int(part[-1]) * dtype.itemsize
+
         for at in range(0, boundaries, ENTRIES_AT_ONCE):
             stop = min(at + ENTRIES_AT_ONCE, boundaries)
             some = np.arange(at, stop) if documents is None else documents[at:stop]
@@ -79,15 +88,17 @@ def write_index(
 
 
 def publish_files(prefix: Path, made: Mapping[str, Path]) -> None:
-    """Rename finished files (suffix -> where it lies) to PREFIX + suffix, the .idx last.
+    """Rename finished files (suffix -> path) to PREFIX + suffix, the .idx last.
 
-    An old .idx goes first, so that at no moment an index lies beside data it does not describe.
+    An old .idx is deleted first: at no moment may an index lie beside data of another dataset.
     """
     file_of(prefix, ".idx").unlink(missing_ok=True)
     if ".json" not in made:
-        file_of(prefix, ".json").unlink(missing_ok=True)  # described the old dataset
-    for suffix in (*(name for name in made if name != ".idx"), ".idx"):
-        os.replace(made[suffix], file_of(prefix, suffix))
+        file_of(prefix, ".json").unlink(missing_ok=True)  # it describes the old dataset
+    for suffix, path in made.items():
+        if suffix != ".idx":
+            os.replace(path, file_of(prefix, suffix))
+    os.replace(made[".idx"], file_of(prefix, ".idx"))
     sync_folder(prefix.parent)
 
 

@@ -1,11 +1,12 @@
-"""Training a sentencepiece tokenizer (unigram or bpe) that gives text back as it was.
+"""Training a sentencepiece tokenizer (unigram or bpe) whose decoding gives back the text exactly.
 
-Byte fallback for rare characters and line ends; no normalisation, no dummy prefix, white space
-kept, so that source code survives. The trainer gets lines, since it wants sentences: each document
-is cut at line ends, and lines over MAX_LINE_BYTES are cut into pieces of that size, as the library
-would drop them. Large corpora are sampled: the lines with the smallest keyed hash of their number,
-up to a budget, so the same corpus gives the same tokenizer. The library runs with one thread, as
-its thread count changes the last digits of unigram scores. Memory: the sample, not the corpus.
+Rare characters and line ends become bytes (byte fallback); there is no normalisation and no dummy
+prefix, and white space is kept, so source code survives. The trainer expects sentences and gets
+lines: each document is cut at line ends, and lines over MAX_LINE_BYTES are cut into pieces of that
+size, as the library would drop them. Large corpora are sampled: the lines with the smallest keyed
+hash of their number, up to a budget, so the same corpus gives the same tokenizer. The library runs
+with one thread, as its thread count changes the last digits of unigram scores. Memory: the sample,
+not the corpus.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megalite.errors import DataError
 ModelType = Literal["unigram", "bpe"]
 MAX_LINE_BYTES = 4096
 RESERVED = "\u2585"  # the trainer drops any sentence that holds it, so lines are cut there
-# Training text a vocabulary entry needs; unigram is an order of magnitude slower than bpe.
+# Bytes of training text per entry of the vocabulary. Unigram is some ten times slower than bpe.
 SAMPLE_BYTES_PER_ENTRY = {"unigram": 512, "bpe": 2048}
 MIN_SAMPLE_BYTES = 1 << 20
 UNK_ID, BOS_ID, EOS_ID, PAD_ID = 0, 1, 2, 3
@@ -34,7 +35,7 @@ MIN_VOCAB_SIZE = 4 + 256 + 1  # control ids, bytes, one character
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a tokenizer was trained on."""
+    """The text that a tokenizer was trained on."""
 
     model_type: str
     vocab_size: int
@@ -60,9 +61,11 @@ def train_tokenizer(
     model_type: ModelType = "bpe",
     sample_bytes: int | None = None,
 ) -> tuple[bytes, TrainReport]:
-    """A sentencepiece model (its file's content) trained on a sample of the documents' lines.
+    """Train a sentencepiece model on a sample of the documents' lines; returns its file's content.
 
-    DataError when the text does not carry `vocab_size` entries, naming the size that it does.
+    `sample_bytes`: the most text to train on; by default as much as `vocab_size` entries need.
+    Raises DataError for a bad setting, for no text, and for a text that does not fill `vocab_size`
+    entries, with the size that it fills.
     """
     if model_type not in SAMPLE_BYTES_PER_ENTRY:
         raise DataError(f"model_type={model_type!r}; must be 'unigram' or 'bpe'")
@@ -73,6 +76,8 @@ def train_tokenizer(
         )
     if sample_bytes is not None and sample_bytes < 1:
         raise DataError(f"sample_bytes={sample_bytes}; must be 1 or more, or left out")
+
+    # Sampled while the documents pass, so memory holds the sample and not the corpus.
     budget = sample_bytes or max(MIN_SAMPLE_BYTES, vocab_size * SAMPLE_BYTES_PER_ENTRY[model_type])
     sample = LineSample(budget)
     for document in documents:
@@ -93,17 +98,21 @@ def train_tokenizer(
 
 
 class LineSample:
-    """Lines of a stream with the smallest hash of their number, up to a budget of bytes."""
+    """A sample of the lines of a stream: those with the smallest hash of their number.
+
+    They have at most `budget_bytes` together, but there is always one. The counts cover all lines.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.corpus_bytes = self.kept_bytes = self.skipped_bytes = 0
         self.num_lines = self.num_lines_cut = self.cut_bytes = 0
-        self._kept: list[tuple[int, int, bytes]] = []  # heap: largest hash first, negated
+        # A heap of (-hash, number, line): the line with the largest hash is on top.
+        self._kept: list[tuple[int, int, bytes]] = []
         self._full = False
 
     def add(self, document: str) -> None:
-        """Offer a document, cut into lines and those into pieces that the trainer takes."""
+        """Add a document, cut into lines and those into pieces that the trainer accepts."""
         for line in document.split("\n"):
             if (size := len(line.encode())) > MAX_LINE_BYTES:
                 self.num_lines_cut += 1
@@ -120,6 +129,7 @@ class LineSample:
         return [line for _, _, line in sorted(self._kept, key=lambda entry: entry[1])]
 
     def _offer(self, line: bytes) -> None:
+        """Keep a line if its hash is among the smallest; drop the largest beyond the budget."""
         number = self.num_lines
         self.num_lines += 1
         self.corpus_bytes += len(line)
@@ -134,7 +144,7 @@ class LineSample:
 
 
 def cut_line(line: bytes) -> Iterator[bytes]:
-    """Pieces of at most MAX_LINE_BYTES, cut between characters; nothing for an empty line."""
+    """Pieces of a line of at most MAX_LINE_BYTES, cut between characters; none if it is empty."""
     start = 0
     while start < len(line):
         stop = min(start + MAX_LINE_BYTES, len(line))
@@ -145,6 +155,7 @@ def cut_line(line: bytes) -> Iterator[bytes]:
 
 
 def _train(lines: list[bytes], vocab_size: int, model_type: ModelType) -> bytes:
+    """Train with the library; returns the content of the model's file."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -173,7 +184,7 @@ def _train(lines: list[bytes], vocab_size: int, model_type: ModelType) -> bytes:
 
 
 def _infeasible(message: str, vocab_size: int, lines: list[bytes]) -> DataError:
-    """The library's refusal in our words; it names the feasible size in its own."""
+    """The error for a size that the library refuses; its message contains the feasible size."""
     text = f"{sum(map(len, lines))} bytes of training text"
     if found := re.search(r"Vocabulary size too high .*<= (\d+)", message):
         return DataError(

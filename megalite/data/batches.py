@@ -1,12 +1,13 @@
 """Microbatches of a run: a pure function of (sources, weights, seed, position).
 
-Sample g of the run comes from the source, and is that source's sample number n, that the blend says
-(blend.py); which of its samples that is, its own order says (sampler.py): each source goes through
-epochs of its own, each epoch in another order, whatever the others do. Nothing depends on how long
-the run is, which ranks there are, who asks, or in what order.
+For sample g of the run the blend (blend.py) gives a source and a number n: it is the n-th sample
+taken from that source. The source's own order (sampler.py) gives the sample at n. So each source
+goes through epochs of its own, each epoch in another order, independent of the other sources.
+Nothing depends on the length of the run, the ranks, or the order of the calls.
 
 `once` is for evaluation: every sample of one source once, and the last batch filled up with
-padding of loss weight 0, never with a sample. Which ranks exist is the caller's affair.
+padding of loss weight 0, never with a sample. The caller passes its dp rank; the world is not known
+here.
 """
 
 from __future__ import annotations
@@ -21,35 +22,36 @@ import torch
 from numpy.typing import NDArray
 
 from megalite.data.blend import Blend
-from megalite.data.dataset import Span
+from megalite.data.dataset import TokenSpan
 from megalite.data.sampler import GOLDEN, MASK_64, SampleOrder, mix64
 from megalite.data.windows import Places
 from megalite.errors import ConfigError, DataError
 
-PADDING = -1  # sample id of a place that holds no sample
+PADDING = -1  # sample id of a sequence of padding
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Microbatch of b sequences, flattened: T = b * S positions."""
+    """A microbatch of b sequences of S tokens, flattened: T = b * S positions."""
 
     tokens: torch.Tensor  # int64 [T]
     labels: torch.Tensor  # int64 [T]
     loss_weight: torch.Tensor  # float32 [T]: 1 counted, 0 masked
-    cu_seqlens: torch.Tensor  # int32 [segments + 1]: 0, starts of segments, T
-    sample_ids: NDArray[np.int64]  # [b], those of all sources in a row; PADDING for none
+    cu_seqlens: torch.Tensor  # int32 [segments + 1]: start of each segment, and T
+    sample_ids: NDArray[np.int64]  # [b], numbered through all sources; PADDING for padding
 
 
 class Batches:
-    """Microbatches of one span, or of several by `weights` (one each; of weight 0: none).
+    """The microbatches of one span, or of several spans (sources) blended by `weights`, one each.
 
-    Without `shuffle` each source's samples come in order. `vocab_size` None: ids are not checked
-    again. Raises DataError for a span of positive weight without a sample.
+    A source of weight 0 is never read. Without `shuffle` each source's samples come in order. With
+    `vocab_size` the token ids of each batch are checked against it. Raises DataError for a span of
+    positive weight without a sample.
     """
 
     def __init__(
         self,
-        spans: Span | Sequence[Span],
+        spans: TokenSpan | Sequence[TokenSpan],
         seq_length: int,
         seed: int,
         *,
@@ -59,43 +61,49 @@ class Batches:
         document_masks: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        self.spans = [spans] if isinstance(spans, Span) else list(spans)
+        self.spans = [spans] if isinstance(spans, TokenSpan) else list(spans)
         self.seq_length = seq_length
         self.document_masks = document_masks
         self.vocab_size = vocab_size
         self.blend = Blend(weights)
-        self.orders: list[SampleOrder | None] = []
-        for number, (span, weight) in enumerate(zip(self.spans, weights, strict=True)):
+        assert not once or len(self.spans) == 1, "a pass is over one source"
+
+        # An order needs at least one sample, which a source of weight 0 may lack: it has no order.
+        for span, weight in zip(self.spans, weights, strict=True):
             if weight:
                 span.require_samples(seq_length)
-            samples = span.num_samples(seq_length)
-            own = source_seed(seed, number)
-            self.orders.append(SampleOrder(samples, own, shuffle) if weight else None)
         counts = [span.num_samples(seq_length) for span in self.spans]
+        self.orders: list[SampleOrder | None] = [
+            SampleOrder(counts[number], source_seed(seed, number), shuffle) if weight else None
+            for number, weight in enumerate(weights)
+        ]
+
+        # Sample ids count through all sources, so one number names a sample of the run.
         self._first_id = np.cumsum([0, *counts])
         self._end = sum(counts) if once else None
-        assert not once or len(self.spans) == 1, "a pass is over one source"
 
     @property
     def num_samples(self) -> int:
-        """Samples of all sources, once each."""
+        """Number of samples of all sources, each counted once."""
         return int(self._first_id[-1])
 
     def num_steps(self, global_batch: int) -> int:
-        """Global batches that hold every sample once, the last one perhaps with padding."""
+        """Number of global batches that hold every sample once; the last may have padding."""
         return -(-self.num_samples // global_batch)
 
     def sample_ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
-        """Ids of the run's samples first_sample .. first_sample + count - 1, as in MicroBatch."""
+        """Ids, as in MicroBatch, of the run's samples first_sample .. first_sample + count - 1."""
         self._require_in_pass(first_sample)
         return self._ids(self._locate(first_sample, count))
 
     def rank_batches(
         self, first_sample: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
     ) -> list[MicroBatch]:
-        """A dp rank's microbatches of the step that starts at `first_sample`, in order.
+        """A dp rank's microbatches, in order, of the step that starts at sample `first_sample`.
 
-        Sample j of the step belongs to dp rank j // (global_batch / dp_size).
+        Sample j of the step belongs to dp rank j // (global_batch / dp_size). Raises ConfigError if
+        the batch sizes do not divide, DataError beyond the end of a pass (`once`) or for token ids
+        outside `vocab_size`.
         """
         self._require_in_pass(first_sample)
         first, count = _rank_part(global_batch, micro_batch, dp_rank, dp_size)
@@ -109,13 +117,14 @@ class Batches:
             )
 
     def _locate(self, first: int, count: int) -> Places:
-        """Source and sample within it of some samples of the run; PADDING beyond the end."""
+        """Source, and sample within it, of `count` samples of the run; PADDING beyond the end."""
         source, number = self.blend.at(first, count)
         sample = np.empty(count, dtype=np.int64)
-        for which, order in enumerate(self.orders):
-            chosen = source == which if len(self.orders) > 1 else slice(None)
+        for index, order in enumerate(self.orders):
+            chosen = source == index if len(self.orders) > 1 else slice(None)
             mine = number[chosen]
             if order is not None and len(mine):
+                # The blend numbers a source's samples in order, so `mine` is a contiguous range.
                 sample[chosen] = order.at(int(mine[0]), len(mine))
         if self._end is not None:
             beyond = number >= self._end
@@ -123,8 +132,9 @@ class Batches:
         return Places(source, sample)
 
     def _assemble(self, places: Places, micro_batch: int) -> list[MicroBatch]:
-        """Microbatches of the samples; all are views of three arrays made at once."""
+        """The microbatches of the samples; all are views of three arrays made at once."""
         size, length = len(places.source), self.seq_length
+        # A window is a sample's inputs and, one token later, their labels; padding stays zero.
         window = np.zeros((size, length + 1), dtype=np.int64)
         weight = np.ones((size, length), dtype=np.float32)
         for row, (source, sample) in enumerate(
@@ -135,6 +145,8 @@ class Batches:
             else:
                 window[row] = self.spans[source].read(sample * length, length + 1)
         self._check_ids(window, places)
+
+        # `_segments` also masks labels in `weight`, so it comes before the weights are split.
         segments = self._segments(places, micro_batch, weight)
         tokens, labels, weights = (
             _flat(part, micro_batch) for part in (window[:, :-1], window[:, 1:], weight)
@@ -147,12 +159,17 @@ class Batches:
     def _segments(
         self, places: Places, micro_batch: int, weight: NDArray[np.float32]
     ) -> list[torch.Tensor]:
-        """cu_seqlens of each microbatch; with document masks also takes weight from `weight`."""
+        """cu_seqlens of each microbatch.
+
+        With document masks also sets `weight` to 0 in place, for labels that are the first token of
+        the next document.
+        """
         length = self.seq_length
         plain = np.arange(micro_batch + 1, dtype=np.int64) * length
         if not self.document_masks:
             same = torch.from_numpy(plain.astype(np.int32))
             return [same] * (len(places.source) // micro_batch)
+
         starts: list[list[NDArray[np.int64]]] = []
         for row, (source, sample) in enumerate(
             zip(places.source.tolist(), places.number.tolist(), strict=True)
@@ -161,6 +178,8 @@ class Batches:
                 starts.append([plain])
             if sample != PADDING:
                 first = sample * length
+                # The label before a boundary is the next document's first token. A boundary at the
+                # very end masks the last label and starts no new segment: `unique` merges it.
                 within = self.spans[source].boundaries(first, first + length) - first
                 weight[row, within - 1] = 0.0
                 starts[-1].append(within + row % micro_batch * length)
@@ -169,10 +188,12 @@ class Batches:
         ]
 
     def _ids(self, places: Places) -> NDArray[np.int64]:
+        """Sample ids, numbered through all sources."""
         ids: NDArray[np.int64] = places.number + self._first_id[places.source]
         return ids if self._end is None else np.where(places.source < 0, PADDING, ids)
 
     def _check_ids(self, window: NDArray[np.int64], places: Places) -> None:
+        """DataError for a token id outside the vocabulary, with its sample."""
         limit = self.vocab_size
         if limit is None or (window.min() >= 0 and window.max() < limit):
             return
@@ -186,12 +207,12 @@ class Batches:
 
 
 def source_seed(seed: int, number: int) -> int:
-    """A seed for each source, so that sources of one size go in different orders."""
+    """The seed of a source, so sources of the same size get different orders."""
     return seed if number == 0 else mix64((seed + number * GOLDEN) & MASK_64)
 
 
 def _rank_part(global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
-    """First place and number of the samples of a step that a dp rank has."""
+    """First sample and number of samples of a step that belong to a dp rank."""
     if global_batch < 1 or dp_size < 1 or global_batch % dp_size:
         raise ConfigError(
             f"train.global_batch={global_batch} is not divisible by dp={dp_size}; "
@@ -209,6 +230,6 @@ def _rank_part(global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) 
 
 
 def _flat(values: NDArray[Any], micro_batch: int) -> tuple[torch.Tensor, ...]:
-    """Rows by microbatches, each flattened."""
+    """[rows, n] as one flat tensor [micro_batch * n] for each microbatch."""
     whole = torch.from_numpy(np.ascontiguousarray(values))
     return whole.view(len(values) // micro_batch, -1).unbind()

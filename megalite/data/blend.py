@@ -1,18 +1,18 @@
-"""Which source each sample of a run comes from: a pure function of the weights and the position.
+"""The source of each sample of a run: a pure function of the weights and the position.
 
 The first n samples hold each source within one of its exact share, weight x n, for every n at once;
 so a longer run starts as a shorter one, and no horizon, layout or restart plays a part. Weights are
-fractions, all arithmetic is exact. Three ways, by the weights alone:
+fractions, all arithmetic is exact. There are three methods; the weights alone decide:
 
 * Weights with a common denominator D up to MAX_TABLE repeat after D samples, and the places within
   a period are made once, by earliest deadlines (windows.py).
 * Other weights go through a binary tree over the sources. Of m samples that reach a node, its first
   branch gets m x share, rounded to the nearest. A rounding error of at most 1/2 is passed down in
   proportion; the tree is chosen for the smallest sum, which is below 1 up to four sources.
-* Where that sum is above 1, states at the middles of spans are found down to a few hundred samples
-  around the position, which earliest deadlines fill (`Halving` in windows.py).
+* Where that sum is above 1, states at the middles of intervals are found down to a few hundred
+  samples around the position, which earliest deadlines fill (`Halving` in windows.py).
 
-Knows no data, no torch and no files.
+Needs no data, no torch, no files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megalite.data.windows import Halving, Places, Shares, Span, earliest_deadlines
+from megalite.data.windows import Halving, Interval, Places, Shares, earliest_deadlines
 from megalite.errors import ConfigError
 
-MAX_TABLE = 1 << 16
+MAX_TABLE = 1 << 16  # samples of a period
 MAX_TREE_SEARCH = 24  # sources; above, the tree is cut in halves, not searched
 
 
 class Blend:
-    """The order of sources for weights (any sum; a source of weight 0 never comes)."""
+    """The order of sources for weights of any sum; a source of weight 0 never occurs.
+
+    Raises ConfigError for a negative weight, or if no weight is above 0.
+    """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         if not weights or min(weights) < 0 or not sum(weights):
@@ -43,7 +46,7 @@ class Blend:
         self._order = _order(self.weights)
 
     def at(self, first: int, count: int) -> Places:
-        """Samples first .. first + count - 1 of the run."""
+        """Source and number of the samples first .. first + count - 1 of the run."""
         assert first >= 0
         assert count >= 0
         return self._order.at(first, count)
@@ -55,7 +58,10 @@ class Blend:
 
 
 def _order(weights: Sequence[Fraction]) -> _Table | _Tree | Halving:
-    """The weights alone decide: a run that is resumed, or longer, has the same order."""
+    """The order for weights of sum 1, by the first method that keeps every source within one.
+
+    It depends on nothing else, so a run that is resumed, or longer, has the same order.
+    """
     shares = Shares.of(weights)
     if shares.whole <= MAX_TABLE:
         return _Table(shares)
@@ -66,13 +72,13 @@ def _order(weights: Sequence[Fraction]) -> _Table | _Tree | Halving:
 
 
 class _Table:
-    """One period of the order, by earliest deadline first."""
+    """The order as one period, made by earliest deadline first, and its repetitions."""
 
     def __init__(self, shares: Shares) -> None:
         self._period = shares.whole
         self._per_period = np.array(shares.parts, dtype=np.int64)
-        span = Span(0, shares.whole, [0] * len(shares.parts), shares.parts)
-        self._places = earliest_deadlines(shares, span)
+        period = Interval(0, shares.whole, [0] * len(shares.parts), shares.parts)
+        self._places = earliest_deadlines(shares, period)
 
     def at(self, first: int, count: int) -> Places:
         periods, places = np.divmod(np.arange(first, first + count, dtype=np.int64), self._period)
@@ -88,19 +94,22 @@ class _Table:
         ]
 
 
-Node = Any  # a source's number, or a pair of nodes
+Node = Any  # of a tree without shares: a source's number, or a pair of nodes
 
 
 class _Split(NamedTuple):
-    """A node of the tree with its first branch's share as numerator and denominator."""
+    """A node of the tree with two branches, and the first branch's share as a fraction."""
 
-    first: _Split | int
+    first: _Split | int  # a node, or a source's number
     second: _Split | int
     numerator: int
     denominator: int
 
     def go_first(self, m: int) -> int:
-        """How many of m samples go to the first branch: the nearest, halves upwards."""
+        """The number of the first m samples that go to the first branch: m x share, rounded.
+
+        Halves are rounded upwards.
+        """
         return (2 * m * self.numerator + self.denominator) // (2 * self.denominator)
 
 
@@ -114,8 +123,9 @@ class _Tree:
     def at(self, first: int, count: int) -> Places:
         source = np.zeros(count, dtype=np.int64)
         number = np.zeros(count, dtype=np.int64)
+        # (node, first, places): the node's samples first, first + 1, ... go to these places.
         todo = [(self._root, first, np.arange(count))]
-        while todo:  # places of the result, which hold samples first, first + 1, ... of a node
+        while todo:
             node, first, places = todo.pop()
             if isinstance(node, int):
                 source[places] = node
@@ -141,6 +151,7 @@ class _Tree:
 
 
 def _with_shares(node: Node, weights: Sequence[Fraction]) -> _Split | int:
+    """The tree with the exact share of each first branch."""
     if isinstance(node, int):
         return node
     share = _weight(node[0], weights) / _weight(node, weights)
@@ -149,13 +160,14 @@ def _with_shares(node: Node, weights: Sequence[Fraction]) -> _Split | int:
 
 
 def _weight(node: Node, weights: Sequence[Fraction]) -> Fraction:
+    """The sum of the weights below a node."""
     if isinstance(node, int):
         return weights[node]
     return _weight(node[0], weights) + _weight(node[1], weights)
 
 
 def _errors(node: Node, weights: Sequence[Fraction]) -> dict[int, Fraction]:
-    """Largest error of each source below a node whose own count is exact."""
+    """The largest error of each source below a node, in samples, if the node's count is exact."""
     if isinstance(node, int):
         return {node: Fraction(0)}
     found = {}
@@ -167,9 +179,9 @@ def _errors(node: Node, weights: Sequence[Fraction]) -> dict[int, Fraction]:
 
 
 def _best_tree(weights: Sequence[Fraction], limit: float = 1.0) -> Node | None:
-    """Over sources by falling weight, the tree of smallest error: searched, or cut in halves.
+    """The tree of smallest error over the sources by falling weight: searched, or cut in halves.
 
-    None, as early as possible, where an error is clearly above the limit.
+    None, as early as possible, if an error is clearly above the limit.
     """
     heaviest = sorted(range(len(weights)), key=lambda source: -weights[source])
     sources = [source for source in heaviest if weights[source]]
@@ -181,23 +193,38 @@ def _best_tree(weights: Sequence[Fraction], limit: float = 1.0) -> Node | None:
 def _tree_over(
     sources: Sequence[int], weights: Sequence[float], above: float, limit: float
 ) -> Node | None:
-    """`above`: error that comes from the nodes above, for a weight of 1."""
+    """The best tree over some sources; None if an error is above the limit.
+
+    `above`: the error, for a weight of 1, that comes from the nodes above.
+    """
     if len(sources) > MAX_TREE_SEARCH:
         middle = len(sources) // 2
-        halves = []
-        for half in (sources[middle:], sources[:middle]):  # light weights are the less even ones
+        heavy, light = sources[:middle], sources[middle:]
+
+        def below(half: Sequence[int]) -> Node | None:
             passed = above + 0.5 / sum(weights[source] for source in half)
-            halves.append(_tree_over(half, weights, passed, limit))
-            if halves[-1] is None:
-                return None
-        return halves[1], halves[0]
+            return _tree_over(half, weights, passed, limit)
+
+        # The light half first: its weights are less even, so it exceeds the limit more often.
+        light_tree = below(light)
+        if light_tree is None:
+            return None
+        heavy_tree = below(heavy)
+        return None if heavy_tree is None else (heavy_tree, light_tree)
+
     errors, root = _search([weights[source] for source in sources], sources)
-    far = (error + weights[source] * above for error, source in zip(errors, sources, strict=True))
-    return root if max(far) <= limit else None
+    largest = max(
+        error + weights[source] * above for error, source in zip(errors, sources, strict=True)
+    )
+    return root if largest <= limit else None
 
 
 def _search(weights: Sequence[float], sources: Sequence[int]) -> tuple[list[float], Node]:
-    """The best tree with neighbours below each node, by all cuts of all runs, and its errors."""
+    """Each source's error and the best tree, if each node's branches are neighbouring runs.
+
+    Dynamic programming: the best tree over a run of sources is the best cut of it into two runs.
+    """
+    # (start, stop) of a run of sources -> the errors in its best tree, and the tree
     best: dict[tuple[int, int], tuple[list[float], Node]] = {
         (n, n + 1): ([0.0], sources[n]) for n in range(len(sources))
     }
@@ -208,12 +235,13 @@ def _search(weights: Sequence[float], sources: Sequence[int]) -> tuple[list[floa
                 (_branch(best, weights, start, cut) + _branch(best, weights, cut, stop), cut)
                 for cut in range(start + 1, stop)
             )
-            errors, cut = min(cuts, key=lambda found: max(found[0]))
+            errors, cut = min(cuts, key=lambda candidate: max(candidate[0]))
             best[start, stop] = (errors, (best[start, cut][1], best[cut, stop][1]))
     return best[0, len(sources)]
 
 
 def _branch(best: Any, weights: Sequence[float], start: int, stop: int) -> list[float]:
+    """The errors in the best tree over a run, as a branch: with the rounding error of its count."""
     whole = sum(weights[start:stop])
     inside = best[start, stop][0]
     return [e + w / whole / 2 for e, w in zip(inside, weights[start:stop], strict=True)]

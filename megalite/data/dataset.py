@@ -1,15 +1,15 @@
-"""An indexed dataset as the trainer sees it: spans of one token stream, cut into samples.
+"""An indexed dataset for training: spans of its token stream, cut into samples.
 
-Accounting: a span of T tokens cut into sequences of S gives N = floor((T - 1) / S) samples. Sample
+A span of T tokens cut into sequences of S gives N = floor((T - 1) / S) samples. Sample
 s reads tokens s*S .. s*S + S of the span, S inputs and their S labels, one token later; neighbours
 share one token. Each token but the first is a label exactly once per epoch; what is left at the end
 (fewer than S tokens) is not used. Samples pay no regard to documents, and nothing is ever padded.
 
 With document masks, `cu_seqlens` also splits at each document's first token (a document's end token
 belongs to the document it ends), and the label at an end token, which is the first token of the
-next document, has loss weight 0: nothing in its document tells what it will be.
+next document, has loss weight 0: nothing in the document predicts it.
 
-Which sample is read when is decided in batches.py.
+The order of samples is decided in batches.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.shares import SPLIT_NAMES, bounds, parse_split
+from megalite.config.shares import SPLIT_NAMES, parse_split, share_bounds
 from megalite.data.fingerprint import fingerprint_files
 from megalite.data.indexed import IndexedDataset
 from megalite.data.sidecar import Sidecar, read_sidecar
@@ -33,7 +33,10 @@ from megalite.errors import ConfigError, DataError
 
 
 class TokenDataset:
-    """A dataset opened for training: text tokens with document boundaries."""
+    """A dataset opened for training: text tokens with document boundaries.
+
+    Raises DataError for a dataset with modes (multimodal) or with ids that are not integers.
+    """
 
     def __init__(self, prefix: str | Path) -> None:
         self.indexed = IndexedDataset(prefix)
@@ -62,26 +65,26 @@ class TokenDataset:
         return self.indexed.num_documents
 
     def fingerprint(self) -> str:
-        """Hex name of the content, see fingerprint.py; changes when data is replaced in place."""
+        """Hash of the content in hex, see fingerprint.py; changes if data is replaced in place."""
         return fingerprint_files(self.indexed.bin_path, self.indexed.idx_path)
 
-    def span(self, name: str = "all") -> Span:
+    def span(self, name: str = "all") -> TokenSpan:
         """The whole stream as one span."""
-        return Span(self, name, 0, self.num_tokens)
+        return TokenSpan(self, name, 0, self.num_tokens)
 
-    def split(self, shares: object, seq_length: int) -> dict[str, Span]:
+    def split(self, shares: object, seq_length: int) -> dict[str, TokenSpan]:
         """Spans of train, validation and test, in this order of the stream, by relative shares.
 
-        Shares are as shares.parse_split takes them. A share of 0 gives no span; any other must
-        give at least one sample, else DataError with the numbers.
+        `shares` has the forms of shares.parse_split. A share of 0 gives no span. Raises DataError
+        if any other gives no sample, with the numbers.
         """
         try:
             parts = parse_split(shares)
         except ValueError as error:
             raise DataError(f"data.split={shares!r} {error}") from None
-        ends = bounds(self.num_tokens, parts)
+        ends = share_bounds(self.num_tokens, parts)
         spans = {
-            name: Span(self, name, start, stop)
+            name: TokenSpan(self, name, start, stop)
             for name, share, (start, stop) in zip(SPLIT_NAMES, parts, pairwise(ends), strict=False)
             if share > 0
         }
@@ -90,12 +93,12 @@ class TokenDataset:
         return spans
 
     def check_vocab(self, vocab_size: int) -> VocabCheck:
-        """DataError for ids that a model of `vocab_size` entries lacks; says how it knows."""
+        """Raise DataError for ids that a model of `vocab_size` entries lacks; see vocab.py."""
         return check_vocab(self.indexed, self.sidecar, vocab_size)
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """Tokens start .. stop - 1 of a dataset's stream."""
 
     data: TokenDataset
@@ -108,11 +111,14 @@ class Span:
         return self.stop - self.start
 
     def num_samples(self, seq_length: int) -> int:
-        """floor((T - 1) / S), and 0 for an empty span."""
+        """Number of samples: floor((T - 1) / S), and 0 for an empty span."""
         return max(0, (self.num_tokens - 1) // seq_length)
 
     def require_samples(self, seq_length: int, shares: Sequence[float] | None = None) -> None:
-        """DataError, naming the span and the numbers, when it gives no sample."""
+        """Raise DataError, with the span's name and the numbers, if the span gives no sample.
+
+        Raises ConfigError for a `seq_length` below 1. `shares`: those that cut the span, if any.
+        """
         if seq_length < 1:
             raise ConfigError(f"data.seq_length={seq_length}; must be 1 or more")
         if self.num_samples(seq_length) > 0:
@@ -126,14 +132,14 @@ class Span:
         )
 
     def read(self, first: int, count: int) -> NDArray[Any]:
-        """Tokens first .. first + count - 1 of the span, copied."""
+        """Tokens first .. first + count - 1 of the span, a copy in the file's dtype."""
         start = self.start + first
         return self.data.indexed.read(start, start + count)
 
     def boundaries(self, first: int, last: int) -> NDArray[np.int64]:
-        """Places in the span, first < place <= last, at which another document starts.
+        """Positions in the span, first < position <= last, at which a document starts.
 
-        O(log documents) reads of the index; empty documents give no place of their own.
+        O(log documents) reads of the index. Empty documents add no position of their own.
         """
         indexed, stream_first = self.data.indexed, self.start + first
         numbers = range(indexed.num_documents)

@@ -1,9 +1,9 @@
-"""What the content of an indexed dataset is called, to notice data changed in place.
+"""Fingerprints of the content of indexed datasets, to notice data changed in place.
 
-The fingerprint covers the two sizes, the index and the token file: each whole up to 64 MiB, above
-that 1,024 evenly spread blocks of 4 KiB with both ends. Times of files play no part in it: copying
-to a node's own disk, or touching, changes nothing. A change between the blocks of a large file
-leaves the fingerprint alone, but not the file's time; so that is kept beside it and told.
+A fingerprint covers the two sizes, the index and the token file: each whole up to 64 MiB, above
+that 1,024 evenly spread blocks of 4 KiB with both ends. It does not depend on the files' times:
+copying to a node's own disk, or touching, changes nothing. A change between the blocks of a large
+file leaves the fingerprint alone, but not the file's time; so that is kept beside it, and reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_BLOCKS = 1024
 
 @dataclass(frozen=True)
 class Identity:
-    """A dataset's content, and when its token file was last written."""
+    """A dataset's fingerprint, and the size and time of its token file."""
 
     path: str
     fingerprint: str
@@ -39,12 +39,12 @@ def identify(data: IndexedDataset) -> Identity:
 
 
 def as_saved(identities: Mapping[str, Identity]) -> dict[str, dict[str, Any]]:
-    """Identities by name as a checkpoint keeps them."""
+    """Identities by name, in the form that checkpoints store."""
     return {name: asdict(known) for name, known in identities.items()}
 
 
 def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
-    """Hex sha256 over sizes, index and token bytes, as above."""
+    """Hex sha256 over sizes, index and token bytes, as described at the top."""
     digest = hashlib.sha256()
     paths = (idx_path, bin_path)
     sizes = {path: path.stat().st_size for path in paths}
@@ -58,6 +58,7 @@ def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:
+    """(start, length) in bytes of the blocks of a file that are hashed."""
     if size <= WHOLE_BYTES:
         return [(start, 1 << 20) for start in range(0, size, 1 << 20)]
     last = size - BLOCK_BYTES

@@ -1,9 +1,9 @@
 """Megatron's indexed dataset, `PREFIX.bin` + `PREFIX.idx`: the format and its reader.
 
 `.bin` holds raw little-endian token ids; `.idx` holds a header, the length and byte offset of each
-sequence, and the document boundaries as sequence indices. Byte offsets are int64 arithmetic from
-the start: lengths are int32, and their product with the item size would wrap if not widened first.
-The writer is in indexed_writer.py; samples are cut in dataset.py.
+sequence, and the document boundaries as sequence indices. Byte offsets are computed in int64:
+lengths are int32, and their product with the item size would wrap if not widened first.
+The writer is corpus/indexed_writer.py; dataset.py cuts the stream into samples.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_VOCAB_SIZE = 2**31  # ids are stored as int32 at most
 CHECK_CHUNK = 1 << 20  # index entries checked at a time, so that opening needs little memory
-OPENING_ENTRIES = 1 << 22  # of larger tables opening checks NUM_SAMPLES even blocks and both ends
+OPENING_ENTRIES = 1 << 22  # of larger tables, opening checks only NUM_SAMPLES even blocks
 NUM_SAMPLES, SAMPLE_ENTRIES = 64, 4096
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
-    """Type that ids below `vocab_size` are stored in: uint16 up to 65,536 entries, else int32."""
+    """The type for ids below `vocab_size`: uint16 up to 65,536 entries, else int32."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise DataError(
             f"vocab_size={vocab_size}; an indexed dataset holds 1 to {MAX_VOCAB_SIZE} entries"
@@ -50,24 +50,24 @@ def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
 
 
 def byte_offsets(lengths: NDArray[np.int32], item_bytes: int) -> NDArray[np.int64]:
-    """Byte offset of each sequence from the lengths in tokens, in int64 throughout."""
+    """The byte offset of each sequence, by the lengths [N] in tokens; int64 throughout."""
     offsets = np.zeros(len(lengths), dtype=np.int64)
     np.cumsum(lengths[:-1].astype(np.int64) * np.int64(item_bytes), out=offsets[1:])
     return offsets
 
 
 def file_of(prefix: str | Path, suffix: str) -> Path:
-    """`PREFIX` + suffix, also where PREFIX itself holds dots."""
+    """The path PREFIX + suffix; unlike Path.with_suffix also for a PREFIX with dots."""
     return Path(f"{prefix}{suffix}")
 
 
 class IndexedDataset:
-    """One dataset opened for reading, memory-mapped; every check of the format is made here.
+    """One dataset opened for reading, memory-mapped; all checks of the format are made here.
 
-    Tables of more than OPENING_ENTRIES are checked by sample on opening, so that a dataset of any
-    size opens at once; `check_all` checks every entry. `read` copies tokens and notices a file that
-    was shortened after it was opened, where a look at `tokens`, the mapped file, ends the process
-    with SIGBUS.
+    Tables of more than OPENING_ENTRIES are checked by sample on opening, so a dataset of any size
+    opens at once; `check_all` checks every entry. `read` copies tokens, and raises DataError if the
+    file was shortened after it was opened; reading `tokens`, the mapped file, would then end the
+    process with SIGBUS. Raises DataError for a file that is missing or damaged.
 
     `tokens` is the whole `.bin` as one stream; `lengths` [N] in tokens, `offsets` [N] in bytes,
     `documents` [D] as sequence indices, `modes` [N] or None. All are read-only views of the files.
@@ -90,7 +90,7 @@ class IndexedDataset:
         self._map_tokens()
 
     def check_all(self) -> None:
-        """Check every entry of the index, whatever its size; DataError names the first bad one."""
+        """Check every entry of the index; raises DataError with the first bad one."""
         self._check_sequences(self._count)
         self._check_documents(self._boundaries)
 
@@ -112,7 +112,7 @@ class IndexedDataset:
         return self.read(start, start + int(self.lengths[number]))
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens start .. stop - 1 of the stream, copied; DataError if the file has lost them."""
+        """Tokens start .. stop - 1 of the stream, copied; DataError if the file lacks them."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise DataError(
                 f"{self.bin_path}: tokens {start} to {stop} asked for; "
@@ -120,9 +120,9 @@ class IndexedDataset:
             )
         item = self.dtype.itemsize
         out = np.empty(stop - start, dtype=self.dtype)
-        room, done = out.view(np.uint8).data, 0
-        while done < len(room):
-            count = os.preadv(self._descriptor, [room[done:]], start * item + done)
+        unread, done = out.view(np.uint8).data, 0
+        while done < len(unread):  # one call may read a part
+            count = os.preadv(self._descriptor, [unread[done:]], start * item + done)
             if count == 0:
                 raise self._bad(
                     self.bin_path,
@@ -134,7 +134,7 @@ class IndexedDataset:
         return out
 
     def document_start(self, number: int) -> int:
-        """Position in the token stream where a document starts; `num_documents` gives the end."""
+        """Position in the token stream at which a document starts; the end for `num_documents`."""
         sequence = int(self.documents[number])
         if sequence == self.num_sequences:
             return self.num_tokens
@@ -155,6 +155,7 @@ class IndexedDataset:
         )
 
     def _read_header(self) -> None:
+        """Read the header and check that the index has the length that it implies."""
         size = self.idx_path.stat().st_size
         if size < HEADER.size:
             raise self._bad(
@@ -162,6 +163,8 @@ class IndexedDataset:
             )
         with self.idx_path.open("rb") as stream:
             magic, version, code, count, boundaries = HEADER.unpack(stream.read(HEADER.size))
+
+        # In this order: with another magic or version the later fields may mean anything.
         if magic != MAGIC:
             raise self._bad(self.idx_path, "magic", magic, MAGIC)
         if version != VERSION:
@@ -172,6 +175,9 @@ class IndexedDataset:
             raise self._bad(
                 self.idx_path, "number of document boundaries", boundaries, "at least 1"
             )
+
+        # A sequence takes 4 bytes of length and 8 of offset, a boundary 8, and a mode 1 if there
+        # are modes: only the file's length shows whether there are.
         plain = HEADER.size + 12 * count + 8 * boundaries
         if size not in (plain, plain + count):
             wanted = f"{plain} (or {plain + count} with modes) for N={count}, D={boundaries}"
@@ -191,7 +197,10 @@ class IndexedDataset:
         self.modes = np.frombuffer(raw, "<i1", count, end) if self._has_modes else None
 
     def _blocks(self, count: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Which of `count` entries to check: all up to `limit`, else even blocks with both ends."""
+        """(start, stop) of the entries to check: all if `count` is at most `limit`.
+
+        Otherwise NUM_SAMPLES blocks of SAMPLE_ENTRIES, evenly spread, with both ends.
+        """
         if count <= limit:
             for start in range(0, count, CHECK_CHUNK):
                 yield start, min(start + CHECK_CHUNK, count)
@@ -202,7 +211,10 @@ class IndexedDataset:
             yield start, start + SAMPLE_ENTRIES
 
     def _entries(self, dtype: str, at: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Part of a table of the index that begins at byte `at`; read, so that no page stays."""
+        """Entries start .. stop - 1 of the table at byte `at` of the index.
+
+        Read and not mapped, so no page of the file stays in memory.
+        """
         kind = np.dtype(dtype)
         offset = at + start * kind.itemsize
         found = np.fromfile(self.idx_path, kind, stop - start, offset=offset)
@@ -213,10 +225,12 @@ class IndexedDataset:
         return found.astype(np.int64)
 
     def _check_sequences(self, limit: int) -> None:
+        """Check lengths and byte offsets in blocks, and the size of the token file."""
         item, at = self.dtype.itemsize, HEADER.size
-        end = 0
+        end = 0  # of the last sequence in bytes
         for start, stop in self._blocks(self._count, limit):
-            before = max(start - 1, 0)  # each entry is held against the one before it
+            # Each entry is compared with the one before it, which the block before may hold.
+            before = max(start - 1, 0)
             lengths = self._entries("<i4", at, before, stop)
             found = self._entries("<i8", at + 4 * self._count, before, stop)
             if (negative := np.flatnonzero(lengths < 0)).size:
@@ -227,6 +241,7 @@ class IndexedDataset:
                     int(lengths[number]),
                     "0 or more tokens",
                 )
+
             wanted = np.empty_like(found)
             wanted[0] = found[0] if before else 0
             wanted[1:] = found[:-1] + lengths[:-1] * item
@@ -239,12 +254,15 @@ class IndexedDataset:
                     int(wanted[number]),
                 )
             end = int(found[-1]) + int(lengths[-1]) * item
+
+        # The last block holds the last sequence also when blocks are sampled, so `end` is the end.
         if (size := self.bin_path.stat().st_size) != end:
             raise self._bad(
                 self.bin_path, "file length", f"{size} bytes", f"{end} bytes by its index"
             )
 
     def _check_documents(self, limit: int) -> None:
+        """Check that document boundaries go from 0 to the number of sequences and never fall."""
         at = HEADER.size + 12 * self._count
         first, last = (
             int(self._entries("<i8", at, n, n + 1)[0]) for n in (0, self._boundaries - 1)

@@ -1,7 +1,7 @@
-"""What an indexed dataset holds, and whether it is sound: for `megalite data inspect`.
+"""The content of an indexed dataset, and checks that it is sound: for `megalite data inspect`.
 
-Every entry of the index is checked, which opening does by sample for very large ones; ids are
-scanned up to SCAN_TOKENS. Prints nothing.
+Every entry of the index is checked (opening checks very large ones by sample); ids are scanned up
+to SCAN_TOKENS. Prints nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megalite.data.vocab import SCAN_TOKENS, largest_id
 from megalite.errors import DataError
 
 QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
-MAX_LENGTHS = 1 << 24  # documents whose lengths are held; of more, an even sample
-BLOCK = 1 << 20
+MAX_LENGTHS = 1 << 24  # lengths of documents held in memory; of more, an even sample
+BLOCK = 1 << 20  # documents at a time
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
     good: bool
@@ -36,11 +36,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Shown:
-    """A document's beginning."""
+    """The beginning of one document."""
 
     number: int
     num_tokens: int
-    text: str  # decoded, or ids where no tokenizer is known
+    text: str  # decoded, or ids if there is no tokenizer for them
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Inspection:
     num_documents: int
     num_sequences: int
     sidecar: Sidecar | None
-    tokenizer: str | None  # the file that texts were decoded with
+    tokenizer: str | None  # the file that texts are decoded with
     quantiles: dict[float, int]  # share of documents -> length in tokens
     histogram: list[tuple[int, int, int]]  # (from, to, documents) by powers of two
     shown: list[Shown]
@@ -61,31 +61,41 @@ class Inspection:
 
     @property
     def good(self) -> bool:
-        """Whether all checks passed."""
+        """True if all checks passed."""
         return all(check.good for check in self.checks)
 
 
 def inspect_dataset(
     prefix: str, tokenizer: str | None = None, num_shown: int = 3, shown_tokens: int = 64
 ) -> Inspection:
-    """Look at a dataset; DataError where it does not open. `tokenizer` overrides the sidecar's."""
+    """Inspect the dataset at `prefix`; raises DataError if it cannot be opened.
+
+    `tokenizer` is a file to use in place of the one that the sidecar names. The first `num_shown`
+    documents are shown, `shown_tokens` of each.
+    """
     if num_shown < 0 or shown_tokens < 1:
         raise DataError(
             f"documents={num_shown}, tokens={shown_tokens}; must be at least 0 and at least 1"
         )
     data = IndexedDataset(prefix)
     sidecar = read_sidecar(data)
-    checks = [_checked_index(data)]
     found = Path(tokenizer) if tokenizer is not None else _tokenizer_file(prefix, sidecar)
     model = None if found is None else Tokenizer(found)
+
+    # A dataset from elsewhere has no sidecar, and perhaps no tokenizer: then less can be checked.
+    vocab_size = eos_id = None
     if sidecar is not None:
-        checks += _checked_sidecar(data, sidecar, model)
-    vocab_size = sidecar.vocab_size if sidecar else model.vocab_size if model else None
+        vocab_size, eos_id = sidecar.vocab_size, sidecar.eos_id
+    elif model is not None:
+        vocab_size, eos_id = model.vocab_size, model.eos_id
+    checks = [_check_index(data)]
+    if sidecar is not None:
+        checks += _check_sidecar(data, sidecar, model)
     if vocab_size is not None and data.dtype.kind in "iu":
-        checks.append(_checked_ids(data, vocab_size))
-    eos_id = sidecar.eos_id if sidecar else model.eos_id if model else None
+        checks.append(_check_ids(data, vocab_size))
     if eos_id is not None:
-        checks.append(_checked_ends(data, eos_id, sidecar is not None))
+        checks.append(_check_ends(data, eos_id, sidecar is not None))
+
     lengths = _document_lengths(data)
     numbers = range(min(num_shown, data.num_documents))
     return Inspection(
@@ -104,6 +114,7 @@ def inspect_dataset(
 
 
 def _tokenizer_file(prefix: str, sidecar: Sidecar | None) -> Path | None:
+    """The tokenizer that the sidecar names, if the file exists: a trained one lies beside it."""
     if sidecar is None:
         return None
     name = sidecar.tokenizer.file
@@ -111,7 +122,7 @@ def _tokenizer_file(prefix: str, sidecar: Sidecar | None) -> Path | None:
     return path if path.is_file() else None
 
 
-def _checked_index(data: IndexedDataset) -> Check:
+def _check_index(data: IndexedDataset) -> Check:
     try:
         data.check_all()
     except DataError as error:
@@ -119,9 +130,7 @@ def _checked_index(data: IndexedDataset) -> Check:
     return Check("index", True, "every length, offset and document boundary")
 
 
-def _checked_sidecar(
-    data: IndexedDataset, sidecar: Sidecar, model: Tokenizer | None
-) -> list[Check]:
+def _check_sidecar(data: IndexedDataset, sidecar: Sidecar, model: Tokenizer | None) -> list[Check]:
     found = fingerprint_files(data.bin_path, data.idx_path)
     good = found == sidecar.fingerprint
     detail = "files are those that were prepared"
@@ -139,7 +148,7 @@ def _checked_sidecar(
     return [*checks, Check("tokenizer", same, detail)]
 
 
-def _checked_ids(data: IndexedDataset, vocab_size: int) -> Check:
+def _check_ids(data: IndexedDataset, vocab_size: int) -> Check:
     try:
         found = largest_id(data, None, vocab_size)
     except DataError as error:
@@ -148,9 +157,11 @@ def _checked_ids(data: IndexedDataset, vocab_size: int) -> Check:
     return Check("ids", found.max_id < vocab_size, wanted)
 
 
-def _checked_ends(data: IndexedDataset, eos_id: int, strict: bool) -> Check:
-    """Each document ends with the end id and holds no other, up to SCAN_TOKENS; if not `strict`,
-    as for data from elsewhere, that is only told."""
+def _check_ends(data: IndexedDataset, eos_id: int, strict: bool) -> Check:
+    """Check that each document has one end id, as its last token; up to SCAN_TOKENS.
+
+    Without `strict`, for data from elsewhere, a document that differs is reported but good.
+    """
     checked = 0
     for first in range(0, data.num_documents, BLOCK):
         starts = data.document_starts(first, min(first + BLOCK, data.num_documents) + 1).tolist()
@@ -167,6 +178,7 @@ def _checked_ends(data: IndexedDataset, eos_id: int, strict: bool) -> Check:
 
 
 def _document_lengths(data: IndexedDataset) -> NDArray[np.int64]:
+    """Lengths of documents in tokens, of at most about MAX_LENGTHS."""
     every = -(-data.num_documents // MAX_LENGTHS) or 1
     parts = []
     for first in range(0, data.num_documents, BLOCK):
@@ -176,6 +188,7 @@ def _document_lengths(data: IndexedDataset) -> NDArray[np.int64]:
 
 
 def _quantiles(lengths: NDArray[np.int64]) -> dict[float, int]:
+    """Share of documents -> the length that they do not exceed."""
     if not len(lengths):
         return {}
     ordered = np.sort(lengths)
@@ -183,7 +196,7 @@ def _quantiles(lengths: NDArray[np.int64]) -> dict[float, int]:
 
 
 def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Documents of 0 tokens, 1, 2-3, 4-7, ...; from the first bin that holds any to the last."""
+    """Documents of 0 tokens, 1, 2-3, 4-7, ...; from the first bin that is not empty to the last."""
     edges = np.array([0, *(1 << n for n in range(33)), np.iinfo(np.int64).max])
     counts = np.histogram(lengths, edges)[0]
     held = np.flatnonzero(counts)

@@ -1,8 +1,8 @@
-"""Reads the steps of a run ahead of their use, by threads; the order is the caller's, always.
+"""Reading the steps of a run ahead of their use, in threads; the caller decides the order.
 
-What a step's value is does not depend on the number of workers: `read` is a pure function of the
-step. An error that `read` meets is raised where the step is asked for, not before. Threads, because
-reading a file and copying arrays let the others run.
+A step's value does not depend on the number of workers: `read` is a pure function of the step. An
+error in `read` is raised when its step is asked for, not before. Threads suffice, because reading a
+file and copying arrays release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 
 class Loader(Generic[T]):
-    """`step(n)` is read(n); `workers` threads read up to `prefetch` steps ahead, below `stop`.
+    """Context manager: `step(n)` returns read(n), which a thread may have read already.
 
-    No thread starts before the first step is asked for. Steps may be asked for in any order; only
-    going on with the next one finds it prepared. With 0 workers nothing is read ahead.
+    `workers` threads read up to `prefetch` steps ahead, below `stop`. No thread starts before the
+    first step is asked for. Steps may be asked for in any order; only the step after the last one
+    is read ahead. With 0 workers nothing is.
     """
 
     def __init__(
@@ -29,10 +30,10 @@ class Loader(Generic[T]):
         self._read, self._stop = read, stop
         self._workers, self._prefetch = workers, prefetch
         self._pool: ThreadPoolExecutor | None = None
-        self._ahead: deque[tuple[int, Future[T]]] = deque()
+        self._ahead: deque[tuple[int, Future[T]]] = deque()  # consecutive steps
 
     def step(self, step: int) -> T:
-        """The value of a step, waiting for it where it is not there yet."""
+        """The value of a step; waits until it has been read."""
         if not self._workers:
             return self._read(step)
         if not self._ahead or self._ahead[0][0] != step:
@@ -43,7 +44,7 @@ class Loader(Generic[T]):
         return value.result()
 
     def close(self) -> None:
-        """End the threads, after what they are reading just now."""
+        """End the threads, after the steps that they are reading now."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)

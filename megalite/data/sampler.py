@@ -4,8 +4,8 @@ Position g of the run (g = step * global_batch + place in the step) is place g %
 Each epoch has its own keyed permutation of 0 .. N - 1: an eight-round Feistel network over the next
 even power of two (Luby and Rackoff 1988), re-applied until it lands inside N ("cycle walking",
 Black and Rogaway 2002; under four applications on average for N above 16). Nothing is built or
-saved, and only the last block of places is kept; the horizon, the layout and restarts play no part.
-Holds no data and knows no torch.
+saved, and only the last block of places is kept; the order does not depend on the length of the
+run, the layout or restarts. Needs no data and no torch.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class Permutation:
         self._keys = [np.uint64(mix64((key + n * GOLDEN) & MASK_64)) for n in range(NUM_ROUNDS)]
 
     def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Values at `places` (each in 0 .. size - 1); one vectorised evaluation and its walks."""
-        assert places.size == 0 or 0 <= places.min() <= places.max() < self.size  # else no end
+        """Values at `places` [n], each in 0 .. size - 1; vectorised."""
+        # A place outside could walk for ever: its cycle need not contain a value below `size`.
+        assert places.size == 0 or 0 <= places.min() <= places.max() < self.size
         values = self._network(places.astype(np.uint64))
+        # Cycle walking: the network permutes a power of two, so values beyond `size` go in again.
         outside = np.flatnonzero(values >= np.uint64(self.size))
         while outside.size:
             values[outside] = self._network(values[outside])
@@ -66,10 +68,11 @@ class Permutation:
 
 
 class SampleOrder:
-    """Which sample stands at which position of a run; without shuffling, epoch after epoch as is.
+    """The sample at each position of a run; without `shuffle` in order, epoch after epoch.
 
     A batch that crosses the end of an epoch takes its rest from the next one: no sample is left
-    out, repeated within an epoch, or padded, whatever the batch size.
+    out, repeated within an epoch, or padded, whatever the batch size. Raises DataError for a number
+    of samples out of range, ConfigError for such a seed.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool = True) -> None:
@@ -96,7 +99,7 @@ class SampleOrder:
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
     def sample_ids(self, step: int, global_batch: int) -> NDArray[np.int64]:
-        """Sample ids of a step (counted from 0), in global order, [global_batch]."""
+        """Sample ids [global_batch] of a step (counted from 0), in global order."""
         return self.at(step * global_batch, global_batch)
 
     def _epoch_slice(self, epoch: int, place: int, count: int) -> NDArray[np.int64]:
@@ -110,7 +113,7 @@ class SampleOrder:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _values(self, epoch: int, first: int) -> NDArray[np.int64]:
-        """Sample ids of the block of places that starts at `first`; threads may ask at once."""
+        """Sample ids of the block of places that starts at `first`; safe for threads."""
         block = self._block
         if block is None or block[:2] != (epoch, first):
             stop = min(first + BLOCK, self.num_samples)

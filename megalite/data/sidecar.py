@@ -1,7 +1,7 @@
-"""`PREFIX.json`: what a prepared dataset says of itself beside Megatron's two files.
+"""`PREFIX.json`, the sidecar: the description of a prepared dataset beside Megatron's two files.
 
 Optional on reading: a dataset from elsewhere has none. One that does not describe the files beside
-it is refused. It holds no paths but the names that the user gave.
+it is refused. Its only paths are the names that the user gave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalite.errors import DataError
 
 
 class TokenizerInfo(BaseModel):
-    """Which tokenizer made the ids."""
+    """The tokenizer that made the ids; `trained` for this dataset, it lies beside it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,7 +27,7 @@ class TokenizerInfo(BaseModel):
 
 
 class SourceInfo(BaseModel):
-    """Where the text came from, and what was left out of it."""
+    """The source of the text; `skipped`: fault -> number of documents that were left out for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,7 +37,7 @@ class SourceInfo(BaseModel):
 
 
 class Sidecar(BaseModel):
-    """Content of PREFIX.json."""
+    """The content of PREFIX.json. `max_id` is -1 for a dataset without tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ class Sidecar(BaseModel):
 
 
 def read_sidecar(data: IndexedDataset) -> Sidecar | None:
-    """The sidecar of an opened dataset, None if it has none; DataError if it is not its own."""
+    """The sidecar of an opened dataset, None if it has none; DataError if it describes another."""
     sidecar = stated_sidecar(data.prefix)
     if sidecar is None:
         return None
@@ -75,13 +75,13 @@ def read_sidecar(data: IndexedDataset) -> Sidecar | None:
 
 
 def stated_sidecar(prefix: str | Path) -> Sidecar | None:
-    """The sidecar of a prefix as it stands, None if there is none; the dataset is not opened."""
+    """The sidecar at a prefix, None if there is none; it is not compared with the dataset."""
     path = file_of(prefix, ".json")
     return _parse(path) if path.is_file() else None
 
 
 def require_tokenizer(sidecar: Sidecar, prefix: str | Path, tokenizer: str) -> None:
-    """DataError if data.tokenizer is not the file that made the dataset."""
+    """Raise DataError if data.tokenizer is not the file that made the dataset."""
     made_by = sidecar.tokenizer
     found = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
     if found != made_by.sha256:

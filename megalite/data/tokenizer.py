@@ -1,9 +1,9 @@
-"""The sentencepiece tokenizer: loading and using one. Training one is in tokenizer_training.py.
+"""The sentencepiece tokenizer, loading and using it; corpus/tokenizer_training.py trains one.
 
-Ids of bos, eos, pad and unk are put in by code and never come from text: `</s>` in a document is
-four or so ordinary pieces. encode() is the library's own encoding of the whole document. For a
-tokenizer that megalite trained, decode(encode(x)) is x for any text, bar one character: U+2581,
-which sentencepiece itself uses to mean a space, reads back as a space.
+Ids of bos, eos, pad and unk are added by code and never come from text: `</s>` in a document is
+about four ordinary pieces. encode() is the library's own encoding of the whole document. For a
+tokenizer that megalite trained, decode(encode(x)) is x for any text, except for one character:
+U+2581, by which sentencepiece itself denotes a space, comes back as a space.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalite.errors import DataError
 
 
 class Tokenizer:
-    """A sentencepiece model file opened for encoding and decoding."""
+    """A sentencepiece model, opened from its file; DataError if that is none or cannot be read."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -32,7 +32,7 @@ class Tokenizer:
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> Tokenizer:
-        """A tokenizer that is not a file (yet); `name` stands for it in messages."""
+        """A tokenizer by the content of its file; `name` is its path in messages."""
         tokenizer = cls.__new__(cls)
         tokenizer.path, tokenizer.content = Path(name), content
         tokenizer._processor = _load(content, name)
@@ -56,7 +56,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int:
-        """Id that ends a document; DataError when the model has none, or has it as plain text."""
+        """The id that ends a document; DataError if the model has none, or has it as plain text."""
         found = _id_or_none(self._processor.eos_id())
         if found is None:
             raise DataError(
@@ -70,18 +70,23 @@ class Tokenizer:
         return [int(number) for number in self.encode_batch([text])[0]]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """`encode` of each text, as int32 arrays; texts longer than 2 GiB are not for it."""
+        """Token ids of each text as int32 arrays, without bos or eos; texts of at most 2 GiB.
+
+        Raises DataError for a text with a lone surrogate.
+        """
         try:
             data = [text.encode() for text in texts]
         except UnicodeEncodeError as error:
-            raise DataError(f"text holds a lone surrogate, which has no UTF-8 form: {error}") from (
-                error
-            )
+            message = f"text holds a lone surrogate, which has no UTF-8 form: {error}"
+            raise DataError(message) from error
         encode = self._processor.encode
         return [encode(text, out_type="numpy") for text in data]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Text of token ids; control ids give nothing, incomplete UTF-8 gives U+FFFD."""
+        """The text of token ids; control ids give nothing, incomplete UTF-8 gives U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
         plain = [int(number) for number in ids]
         if plain and not 0 <= min(plain) <= max(plain) < self.vocab_size:
             bad = next(number for number in plain if not 0 <= number < self.vocab_size)
@@ -93,7 +98,7 @@ class Tokenizer:
 
 
 def library_version() -> str:
-    """Version of sentencepiece, whose results may differ from one to another."""
+    """The version of sentencepiece: another one may give other ids."""
     return str(sentencepiece.__version__)
 
 
@@ -112,4 +117,5 @@ def _load(content: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
 
 
 def _id_or_none(number: int) -> int | None:
+    """An id of the library, which gives a negative one for a control piece that is missing."""
     return number if number >= 0 else None

@@ -1,9 +1,9 @@
-"""Do a dataset's ids fit a model's vocabulary? Answered before the first step, in bounded time.
+"""The check that a dataset's ids fit a model's vocabulary, before the first step, in bounded time.
 
-Known from the dtype where that is narrow enough; else by scanning a dataset of up to SCAN_TOKENS;
-else from the sidecar, if its fingerprint still holds; else by scanning SAMPLE_TOKENS, spread evenly
-over it.
-The answer says which. Under a sample, microbatches should be checked too (Batches: vocab_size).
+The largest id is known from the dtype if that is narrow enough; else from a scan of a dataset of up
+to SCAN_TOKENS; else from the sidecar, if its fingerprint still holds; else from a scan of
+SAMPLE_TOKENS, spread evenly over the dataset. The result names the method: after a sample,
+microbatches should be checked too (Batches: vocab_size).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megalite.errors import DataError
 
 SCAN_TOKENS = 100_000_000
 SAMPLE_TOKENS = 1 << 24
-SCAN_CHUNK = 1 << 18  # tokens read at a time; no page of the file stays mapped
+SCAN_BLOCK = 1 << 18  # tokens read at a time; no page of the file stays mapped
 
 
 @dataclass(frozen=True)
 class VocabCheck:
-    """How it is known, the largest id (or a bound on it), and the same in words."""
+    """The largest id of a dataset, or a bound on it; `how` that is known, `detail` in words."""
 
     how: Literal["dtype", "scan", "sidecar", "sample"]
     max_id: int
@@ -33,7 +33,7 @@ class VocabCheck:
 
 
 def check_vocab(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -> VocabCheck:
-    """DataError when ids reach `vocab_size`, naming both; else how that is known."""
+    """Raise DataError, with both numbers, if an id reaches `vocab_size`; else return the check."""
     check = largest_id(data, sidecar, vocab_size)
     if check.max_id >= vocab_size:
         raise DataError(
@@ -45,7 +45,7 @@ def check_vocab(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) 
 
 
 def largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -> VocabCheck:
-    """The largest id of a dataset, or a bound below `vocab_size`; says how it is known."""
+    """The largest id of a dataset, or a bound below `vocab_size`, with how it is known."""
     count, limits = data.num_tokens, np.iinfo(data.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return VocabCheck("dtype", int(limits.max), f"largest value of {data.dtype.name}")
@@ -55,14 +55,15 @@ def largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -
         _check_fingerprint(data, sidecar)
         return VocabCheck("sidecar", sidecar.max_id, f"as {data.prefix}.json states")
     every = -(-count // SAMPLE_TOKENS)
-    detail = f"largest in a sample, 1 of {every} blocks of {SCAN_CHUNK} tokens"
+    detail = f"largest in a sample, 1 of {every} blocks of {SCAN_BLOCK} tokens"
     return VocabCheck("sample", _scan(data, every), detail)
 
 
 def _scan(data: IndexedDataset, every: int) -> int:
+    """The largest id in every `every`-th block of tokens; DataError for a negative id."""
     largest = -1
-    for start in range(0, data.num_tokens, SCAN_CHUNK * every):
-        part = data.read(start, min(start + SCAN_CHUNK, data.num_tokens))
+    for start in range(0, data.num_tokens, SCAN_BLOCK * every):
+        part = data.read(start, min(start + SCAN_BLOCK, data.num_tokens))
         if (low := int(part.min())) < 0:
             raise DataError(
                 f"{data.bin_path}: holds token id {low}; ids must be 0 or more: "

@@ -1,7 +1,7 @@
-"""What the ranks settle together before they train: the same config, and errors that one has.
+"""Agreement of the ranks before they train: equal configs, and one end for all at an error.
 
-One rank with another learning rate, or a stale file on one node, would train to wrong numbers
-without a word; one that stops at a missing file would leave the others waiting.
+One rank with another learning rate, or a stale file on one node, would silently train to wrong
+numbers; a rank that stops at a missing file would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from megalite.errors import ConfigError, MegaliteError
 
 T = TypeVar("T")
 
+_MOST_DIFFERENCES = 8  # lines of an error
+
 
 class PeerFailedError(MegaliteError):
-    """Another rank met an error, which it tells itself; this one only ends with it."""
+    """Another rank met an error and reports it; this rank only ends because of it."""
 
     of_peer = True
 
 
 def together(mesh: Mesh, work: Callable[[], T]) -> T:
-    """What `work` returns on this rank, if it raises on none; all ranks call it.
+    """Run `work` on every rank and return its result here, if it raised on no rank.
 
-    A rank on which it raises passes that on; the others raise PeerFailedError, at once.
+    All ranks must call it. A rank on which `work` raised raises the same error; the others raise
+    PeerFailedError, at once.
     """
     failure: Exception | None = None
     try:
@@ -50,20 +53,25 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
 
 
 def all_equal(digest: str, mesh: Mesh) -> bool:
-    """Whether every rank of the world has the same hex digest; all ranks call it."""
-    mine = int(digest[:15], 16)  # 60 bits
-    ends = torch.tensor([mine, -mine], dtype=torch.int64, device=mesh.device)
-    comm.all_reduce(ends, mesh.world, op="max")
-    return int(ends[0]) == -int(ends[1])
+    """True on every rank if all ranks of the world have the same hex digest; all must call it."""
+    mine = int(digest[:15], 16)  # 60 bits: fits int64, also when negated
+    # The maximum of -x over the ranks is -(minimum of x), so one all-reduce finds the largest and
+    # the smallest digest, and all are equal exactly where these two are.
+    extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=mesh.device)
+    comm.all_reduce(extremes, mesh.world, op="max")
+    largest, smallest = int(extremes[0]), -int(extremes[1])
+    return largest == smallest
 
 
 def require_same_config(
     config: RunConfig, mesh: Mesh, accept: frozenset[str] = frozenset()
 ) -> None:
-    """ConfigError on every rank, naming rank and setting, unless all ranks' configs are equal.
+    """Raise ConfigError on every rank, naming rank and setting, unless all configs are equal.
 
-    So must be the changes that they accept (`--accept`).
+    The settings that the ranks `accept` as changed (`--accept`) must be equal, too. All ranks must
+    call it.
     """
+    # Through JSON, so that values compare as they will after a broadcast: tuples become lists.
     settings: dict[str, Any] = json.loads(
         json.dumps({n: value_of(config, n) for n in keys()}, default=Section.model_dump)
     )
@@ -71,6 +79,8 @@ def require_same_config(
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if all_equal(digest, mesh):
         return
+
+    # From here on every rank takes part in the same two collectives, whether it differs or not.
     first: dict[str, Any] = comm.broadcast_object(settings, mesh.world)
     mine = [
         f"rank {mesh.rank} has {name}={settings[name]!r}, rank 0 has {first[name]!r}"
@@ -79,7 +89,9 @@ def require_same_config(
     ]
     everyone = comm.all_gather_object(mine, mesh.world)
     lines = [line for lines in everyone for line in lines]
-    more = f"and {len(lines) - 8} more such differences"
-    raise ConfigError(
-        [*lines[:8], *([more] if len(lines) > 8 else []), "start every rank with the same config"]
-    )
+
+    # A config that differs throughout would otherwise print a line for each setting and rank.
+    problems = lines[:_MOST_DIFFERENCES]
+    if len(lines) > _MOST_DIFFERENCES:
+        problems.append(f"and {len(lines) - _MOST_DIFFERENCES} more such differences")
+    raise ConfigError([*problems, "start every rank with the same config"])

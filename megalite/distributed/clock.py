@@ -2,7 +2,7 @@
 
 On CUDA a mark is an event on the current stream. A collective's `wait` there only makes the stream
 wait, so two marks around it measure how long the device stood still, which the host's clock cannot
-see; and nothing is synchronised until a difference is asked for.
+see. Nothing is synchronised until a difference is computed (`seconds_between`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Mark = float | torch.cuda.Event
 
 
 class Clock:
-    """Marks of one device. Events that were given back (`recycle`) are recorded again."""
+    """Makes marks on one device. Events that come back through `recycle` are recorded again."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> Mark:
-        """Now, on this device."""
+        """The present moment on this device: host seconds, or an event on the current stream."""
         if not self._events:
             return time.perf_counter()
         event = self._free.pop() if self._free else _new_event()
@@ -31,7 +31,7 @@ class Clock:
         return event
 
     def recycle(self, marks: Iterable[Mark]) -> None:
-        """Give marks back that nobody will ask for again; making an event costs more than this."""
+        """Reuse the events of marks that are no longer needed, which is cheaper than new ones."""
         self._free += [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
 
 
@@ -46,5 +46,5 @@ def seconds_between(first: Mark, second: Mark) -> float:
 
 
 def _new_event() -> torch.cuda.Event:
-    made: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    made: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
     return made

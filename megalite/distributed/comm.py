@@ -13,7 +13,7 @@ time of gloo's own, and the bits are the same on every run and every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -39,9 +39,7 @@ _EXCHANGE_BYTES = 512 * 1024
 
 
 class Handle:
-    """An operation in flight. `wait()` finishes it and gives the result; further calls just return
-    the result.
-    """
+    """An operation in flight. `wait()` finishes it and returns its result, at every call."""
 
     def __init__(
         self,
@@ -59,11 +57,11 @@ class Handle:
         self._what = axis.ledger.last_op if axis is not None else None
 
     def done(self) -> bool:
-        """Whether `wait()` would return at once."""
+        """True if `wait()` would return at once."""
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> Tensor:
-        """The result, once it is there. Errors carry this rank's place and the operation."""
+        """The result, once it is complete. Errors carry this rank's place and the operation."""
         if self._work is not None:
             assert self._axis is not None, "only operations on an axis have work"
             work, self._work = self._work, None
@@ -93,7 +91,7 @@ def all_reduce(
     reduce_op = _reduce_op(op)
     if axis.size == 1 or x.numel() == 0:
         return Handle(x) if async_op else x
-    _count(axis, "all_reduce", 2 * _others(axis) * _bytes(x))
+    _count(axis, "all_reduce", 2 * _ring_share(axis) * _bytes(x))
     with axis.ledger.blocked(axis.name):
         if axis.backend == "gloo" and axis.size * _bytes(x) <= _EXCHANGE_BYTES:
             handle = _reduce_by_exchange(x, axis, op)
@@ -110,7 +108,7 @@ def all_gather(x: Tensor, axis: Axis, async_op: Literal[False] = False) -> Tenso
 @overload
 def all_gather(x: Tensor, axis: Axis, async_op: Literal[True]) -> Handle: ...
 def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> Tensor | Handle:
-    """The ranks' `x` one below the other in axis order: [t, ...] -> [size * t, ...].
+    """The ranks' `x` concatenated on dim 0 in axis order: [t, ...] -> [size * t, ...].
 
     With size 1 the result is `x` itself.
     """
@@ -127,7 +125,7 @@ def all_gather_into(flat: Tensor, axis: Axis, async_op: Literal[False] = False) 
 @overload
 def all_gather_into(flat: Tensor, axis: Axis, async_op: Literal[True]) -> Handle: ...
 def all_gather_into(flat: Tensor, axis: Axis, async_op: bool = False) -> Tensor | Handle:
-    """All-gather in place: my slice of dim 0 of `flat` goes out, the other slices are filled."""
+    """All-gather in place: my slice of dim 0 of `flat` is sent, the other slices are filled."""
     _require_contiguous(flat, "all_gather_into")
     mine = local_slice(flat, axis)
     if axis.size == 1 or flat.numel() == 0:
@@ -172,11 +170,30 @@ def reduce_scatter_into(flat: Tensor, axis: Axis, async_op: bool = False) -> Ten
     return handle if async_op else handle.wait()
 
 
+def all_to_all(
+    x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+) -> Tensor:
+    """Send unequal pieces of 1-D `x` to the ranks of the axis; returns what they sent here.
+
+    `x` holds `send_sizes[r]` elements for axis rank r, one piece after the other. The result, of
+    sum(receive_sizes) elements, holds `receive_sizes[r]` elements from rank r, in axis order. With
+    size 1 it is `x` itself.
+    """
+    if axis.size == 1:
+        return x
+    sent_away = sum(send_sizes) - send_sizes[axis.rank]
+    _count(axis, "all_to_all", sent_away * x.element_size())
+    out = x.new_empty(sum(receive_sizes))
+    with axis.ledger.blocked(axis.name):
+        dist.all_to_all_single(out, x, list(receive_sizes), list(send_sizes), group=axis.group)
+    return out
+
+
 def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
     """`x` of axis rank `src`, in place in every rank's `x`; same shape and dtype everywhere."""
     if axis.size == 1 or x.numel() == 0:
         return x
-    _count(axis, "broadcast", _others(axis) * _bytes(x))
+    _count(axis, "broadcast", _ring_share(axis) * _bytes(x))
     with axis.ledger.blocked(axis.name):
         flat = x.contiguous()
         dist.broadcast(flat, src=axis.ranks[src], group=axis.group)
@@ -189,14 +206,14 @@ def barrier(axis: Axis) -> None:
     if axis.size == 1:
         return
     token = torch.zeros(1, device=axis.device)
-    _count(axis, "barrier", 2 * _others(axis) * _bytes(token))
+    _count(axis, "barrier", 2 * _ring_share(axis) * _bytes(token))
     with axis.ledger.blocked(axis.name):
         dist.all_reduce(token, group=axis.group)
         token.item()  # on CUDA the host, too, waits
 
 
 def broadcast_object(value: Any, axis: Axis, src: int = 0) -> Any:
-    """Axis rank `src`'s `value` on every rank: whatever JSON can say; tuples come back as lists."""
+    """Axis rank `src`'s `value` on every rank: anything JSON can hold; tuples become lists."""
     if axis.size == 1:
         return json.loads(json.dumps(value))
     data = _encode(value, axis) if axis.rank == src else torch.empty(0, dtype=torch.uint8)
@@ -207,7 +224,7 @@ def broadcast_object(value: Any, axis: Axis, src: int = 0) -> Any:
 
 
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's `value` in axis order: whatever JSON can say; tuples come back as lists."""
+    """Every rank's `value` in axis order: anything JSON can hold; tuples become lists."""
     data = _encode(value, axis)
     lengths = all_gather(torch.tensor([data.numel()], device=axis.device), axis).tolist()
     padded = data.new_zeros(max(lengths))
@@ -262,7 +279,7 @@ _ROWS = torch.contiguous_format
 
 
 def _gather(out: Tensor, mine: Tensor, axis: Axis, op: str) -> Handle:
-    _count(axis, op, _others(axis) * _bytes(out))
+    _count(axis, op, _ring_share(axis) * _bytes(out))
     with axis.ledger.blocked(axis.name):
         if axis.backend == "gloo" and axis.size > 2 and _bytes(out) <= _EXCHANGE_BYTES:
             sent = mine.reshape(-1).repeat(axis.size)
@@ -273,7 +290,7 @@ def _gather(out: Tensor, mine: Tensor, axis: Axis, op: str) -> Handle:
 
 
 def _scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
-    _count(axis, "reduce_scatter", _others(axis) * _bytes(x))
+    _count(axis, "reduce_scatter", _ring_share(axis) * _bytes(x))
     with axis.ledger.blocked(axis.name):
         if axis.backend != "gloo":
             work = _scatter_tensor(out, x, group=axis.group, async_op=True)
@@ -320,7 +337,7 @@ def _count(axis: Axis, op: str, num_bytes: float) -> None:
     axis.ledger.start(op, axis.name, num_bytes)
 
 
-def _others(axis: Axis) -> float:
+def _ring_share(axis: Axis) -> float:
     """(n - 1) / n: the share of a whole tensor that a ring moves from each rank."""
     return (axis.size - 1) / axis.size
 

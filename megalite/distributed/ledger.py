@@ -1,10 +1,10 @@
-"""What this rank sent and how long it waited: the record of every operation between ranks.
+"""The record of this rank's operations between ranks: bytes sent, and how long it waited.
 
-Counts and byte sums since the last `reset` (a step), and the last operation started, so that an
-error or a timeout can say where this rank was. `seconds` is the host's clock: on CUDA, waiting for
-a collective only orders streams, so seconds there are launch time, not transfer time. While `waits`
-is a list, each wait is also marked on the device's own clock (`clock.py`): on CUDA two events on
-the current stream, a few microseconds of host time, and no synchronisation.
+Counts and byte sums since the last `reset` (a step), and the last operation started, so that the
+message of an error or a timeout can name this rank's operation. `seconds` is the host's clock: on
+CUDA, waiting for a collective only orders streams, so seconds there are launch time, not transfer
+time. While `waits` is a list, each wait is also marked on the device's own clock (`clock.py`): on
+CUDA two events on the current stream, a few microseconds of host time, and no synchronisation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class Ledger:
     """Traffic of one rank per (operation, axis), and its place in the step.
 
     `phase` ("forward", "backward", "optimizer", ...) and `step` are set by the caller and appear in
-    errors.
-    `waits` is None, or a list that gets (axis, mark before, mark after) of every wait.
+    errors. `waits` is None, or a list that gets (axis, mark before, mark after) of every wait.
     """
 
     def __init__(self, place: str, clock: Clock | None = None) -> None:
@@ -32,7 +31,7 @@ class Ledger:
         self.clock = clock or Clock(torch.device("cpu"))
         self.waits: list[tuple[str, Mark, Mark]] | None = None
         self.phase = "set-up"
-        self.step: int | None = None  # the one at hand, from 1
+        self.step: int | None = None  # the current step, from 1
         self.num_ops = 0  # since the start of the process; never reset, so ranks can be compared
         self.last_op: str | None = None
         self.counts: dict[tuple[str, str], int] = defaultdict(int)

@@ -1,6 +1,7 @@
 """Number formats: the torch type behind each setting, and the types in which sums are kept.
 
-The one place that says so, below everything that computes. Computes nothing itself.
+Defined here alone, below everything that computes, so that no two parts can differ. Computes
+nothing itself.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Let fp32 products use TF32 or forbid it, whatever the image or torch's default says.
+    """Let fp32 products use TF32 or forbid it, whatever torch's or the image's default is.
 
-    Raises ConfigError where TF32 is asked for and the device has none.
+    Raises ConfigError where TF32 is requested and the device has none.
     """
     if enabled and not _has_tf32(device):
         raise ConfigError(

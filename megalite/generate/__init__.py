@@ -1,1 +1,1 @@
-"""Text from checkpoints."""
+"""Text from checkpoints. Reading order: `sampling` (chooses a token), then `generate`."""

@@ -1,7 +1,8 @@
 """Text from a run's checkpoint, in one process, whatever layout trained it.
 
-Reading order: `open_model`, then `generate`. Each token is one forward over the context: nothing is
-cached from one to the next, which suits models small enough to be tried on one device.
+Reading order: `open_run_checkpoint`, `load_model`, then `generate`. Each token is one forward over
+the context: nothing is cached from one token to the next, which suits models small enough to be
+tried on one device.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from megalite.train.engine import build_chunks
 from megalite.train.kernel_choice import generation_kernels
 
 
-def open_run(run: Path, step: int | None = None) -> Checkpoint:
-    """The checkpoint that `run` is, or of a run folder the newest sound one or that of `step`.
+def open_run_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint: `run` itself, or of a run folder that of `step`, or the newest sound one.
 
-    Raises CheckpointError if there is none, or if the one that was asked for is not sound.
+    Raises CheckpointError if there is none, or if the checkpoint of `step` is not sound, and
+    ConfigError for a step of a `run` that is a checkpoint.
     """
     if step_of(run.name) is not None:
         if step is not None:
@@ -52,7 +54,7 @@ def load_model(
 ) -> tuple[Transformer, RunConfig]:
     """The whole model on one device (default: the CPU), in the dtype its weights were saved in.
 
-    `weights`: "param", or "ema" for the average that the run kept.
+    `weights`: "param", or "ema" for the average that the run kept; ConfigError if it kept none.
     """
     config = serial_config(checkpoint)
     if weights == "ema" and config.optimizer.ema_decay is None:
@@ -92,7 +94,7 @@ def serial_config(checkpoint: Checkpoint) -> RunConfig:
 
 
 def load_tokenizer(config: RunConfig) -> Tokenizer:
-    """The tokenizer that the run's config names."""
+    """The tokenizer that the run's config names. Raises ConfigError if it names none."""
     if config.data.tokenizer is None:
         raise ConfigError("the run names no data.tokenizer; it cannot write text")
     return Tokenizer(config.data.tokenizer)
@@ -120,6 +122,8 @@ def generate(
             f"the prompt gives the token ids {prompt}; it must give one or more below {vocab}: "
             "use a text that is not empty, and the run's own tokenizer"
         )
+
+    # One generator for the whole text: the same seed gives the same draws.
     sampling = sampling or Sampling()
     generator = sampling.generator()
     tokens = list(prompt)

@@ -1,4 +1,4 @@
-"""Which token comes next: greedy, or drawn at a temperature from the likeliest ones."""
+"""The choice of the next token: greedy, or drawn at a temperature from the likeliest ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalite.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose. temperature 0 takes the likeliest token each time.
+    """A rule for choosing tokens. temperature 0 takes the likeliest token each time.
 
     Of the ids, first the `top_k` likeliest are kept (0: all), then the fewest likeliest whose
     probabilities add up to `top_p` (1: all). The same seed gives the same choices. Raises
@@ -39,18 +39,21 @@ class Sampling:
             raise ConfigError(problems)
 
     def generator(self) -> torch.Generator:
-        """The source of draws for one text."""
+        """A source of draws for one text, with this seed."""
         return torch.Generator().manual_seed(self.seed)
 
     def pick(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """An id, from the logits of the ids that may be chosen."""
+        """Choose an id, from the logits of the ids that may be chosen."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         probabilities = self.probabilities(logits_V.cpu())
         return int(torch.multinomial(probabilities, 1, generator=generator))
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Probability of each id, float64: 0 for those that are not kept; temperature above 0."""
+        """Probability of each id, float64 [V]: 0 for ids that are not kept.
+
+        The temperature must be above 0.
+        """
         scaled = (logits_V.double() - logits_V.max().double()) / self.temperature
         likeliest, order = scaled.softmax(0).sort(descending=True, stable=True)
         if 0 < self.top_k < len(likeliest):
@@ -58,7 +61,7 @@ class Sampling:
             likeliest /= likeliest.sum()
         if self.top_p < 1:
             before = likeliest.cumsum(0) - likeliest
-            likeliest[before >= self.top_p] = 0  # never the first, before which there is nothing
+            likeliest[before >= self.top_p] = 0  # never the first: `before` is 0 there
         kept = torch.zeros_like(likeliest)
         kept[order] = likeliest
         return kept / kept.sum()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, get_args
 
+from megalite.config import ParallelConfig
 from megalite.errors import ConfigError
 
 Kind = Literal["tp", "cp", "dp", "pp", "dp_cp", "model", "embedding", "world"]
@@ -77,6 +78,11 @@ class Topology:
         topology = cls(tp=tp, cp=cp, dp=dp, pp=pp)
         topology.require_world(world_size)
         return topology
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Topology:
+        """The layout that the settings describe; one replica where parallel.dp is open."""
+        return cls(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
 
     @property
     def world_size(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis
-from megalite.distributed.rounded import RoundedAllReduce, reduce_scatter_rounded
+from megalite.distributed.reduced_precision import RoundedAllReduce, reduce_scatter_rounded
 from megalite.optim.buffers import Chunk, ChunkBuffers
 
 

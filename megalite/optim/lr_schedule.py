@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 
 from megalite.config import OptimizerConfig
-from megalite.run.lr_phases import Phases, lr_phases
+from megalite.run.lr_phases import LrPhases, lr_phases
 
 # Share of the way from `min_lr` up to `lr` that is left, for a progress in [0, 1].
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -51,7 +51,7 @@ def learning_rate(
     return _rate(config, phases, before, after)
 
 
-def _rate(config: OptimizerConfig, phases: Phases, before: int, after: int) -> float:
+def _rate(config: OptimizerConfig, phases: LrPhases, before: int, after: int) -> float:
     if after < phases.warmup:
         return config.lr * after / phases.warmup
     if config.lr_schedule == "constant" or before < phases.decay_start:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
-from megalite.distributed.exchange import exchange
+from megalite.distributed.comm import all_to_all
 from megalite.distributed.mesh import Axis
 from megalite.kernels import Kernels
 from megalite.layout.bucket_plan import assign
@@ -162,13 +162,13 @@ def _orthogonalise_all(blocks: Sequence[Block], tp: Axis, config: OptimizerConfi
     sizes = [sum(block.local.numel() for block in mine) for mine in by_owner]
     mine = by_owner[tp.rank]
     there = torch.cat([block.local.reshape(-1) for owned in by_owner for block in owned])
-    received = exchange(there, tp, sizes, [sizes[tp.rank]] * tp.size).view(tp.size, -1)
+    received = all_to_all(there, tp, sizes, [sizes[tp.rank]] * tp.size).view(tp.size, -1)
     shards = torch.split(received, [block.local.numel() for block in mine], dim=1)
     solved = [
         block.part(_solve(block, shard, config)) for block, shard in zip(mine, shards, strict=True)
     ]
     back = torch.cat(solved, dim=1).view(-1) if solved else there.new_empty(0)
-    results = exchange(back, tp, [sizes[tp.rank]] * tp.size, sizes)
+    results = all_to_all(back, tp, [sizes[tp.rank]] * tp.size, sizes)
     in_order = [block for owned in by_owner for block in owned]
     values = torch.split(results, [block.local.numel() for block in in_order])
     for block, value in zip(in_order, values, strict=True):

@@ -29,7 +29,7 @@ from megalite.schedules import (
     lower,
     post_ahead,
 )
-from megalite.schedules.simulate import Span
+from megalite.schedules.simulate import TimedAction
 
 
 class PipelineRuntime:
@@ -60,7 +60,7 @@ class PipelineRuntime:
         self.schedule = schedule
         self.wait_s = 0.0  # seconds the last run waited in receives
         self.peak_live = 0  # most (stage, microbatch) pairs the last run held between F and W
-        self.trace: list[Span] = []  # of the last run, seconds from its start, if asked for
+        self.trace: list[TimedAction] = []  # of the last run, seconds from its start, if asked for
         self._stages = stages
         self._mesh = mesh
         self._boundary = boundary
@@ -148,12 +148,14 @@ class PipelineRuntime:
         return program
 
 
-def _spans(finished: Pass) -> list[Span]:
+def _spans(finished: Pass) -> list[TimedAction]:
     assert finished.marks is not None
     begin, *ends = finished.marks
     spans, before = [], begin
     for index, (action, end) in enumerate(zip(finished.actions, ends, strict=True)):
         start = finished.ready.get(index, before)
-        spans.append(Span(action, seconds_between(begin, start), seconds_between(begin, end)))
+        spans.append(
+            TimedAction(action, seconds_between(begin, start), seconds_between(begin, end))
+        )
         before = end
     return spans

@@ -16,7 +16,7 @@ from megalite.planner.activations import held_by
 from megalite.planner.stages import Stage
 from megalite.planner.states import States, rank_states
 from megalite.schedules import Schedule, Timeline
-from megalite.schedules.memory import Held, memory_over_time, peak_memory
+from megalite.schedules.memory import MicrobatchMemory, memory_over_time, peak_memory
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def rank_memory(
 ) -> list[RankMemory]:
     """Of every pipeline rank of a resolved config, in order; `timeline` is of its schedule."""
     held = [held_by(config, stage) for stage in stages]
-    weights = tuple(Held(h.activations, h.checkpoint, h.deferred) for h in held)
+    weights = tuple(MicrobatchMemory(h.activations, h.checkpoint, h.deferred) for h in held)
     lines = memory_over_time(schedule, timeline, weights)
     ranks = []
     for rank, line in enumerate(lines):

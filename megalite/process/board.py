@@ -1,8 +1,8 @@
-"""A notice board that all ranks can read: who is where, who has failed, who has said what.
+"""A message board in the store that the ranks met at: every rank posts its state, all can read it.
 
-It lies in the store that the ranks met at, through a connection of its own, so that it works when
-collectives do not: a rank that is stuck or alone can still learn what became of the others. Nothing
-here waits for another rank; a store that does not answer in time counts as gone.
+It uses a connection of its own to that store, so that it works when collectives do not: a rank that
+is stuck or alone can still read what became of the others. No call here waits for another rank,
+except rank 0 in `leave`. A store that does not answer within `_ANSWER_S` counts as gone.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ T = TypeVar("T")
 # How long the store may take to answer, in seconds.
 _ANSWER_S = 5.0
 
+# Counter in the store: ranks that have called `leave`.
+_NUM_LEFT = "left"
+
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank last posted. `beat` grows as long as it lives; `failed` is its error, or "";
-    `left`: it was done, and posts no more.
-    """
+    """The state of a rank as it last posted it."""
 
-    beat: int
-    num_ops: int
-    where: str
-    failed: str = ""
-    left: bool = False
+    beat: int  # grows with each post, so a rank whose beat stands still is dead or stopped
+    num_ops: int  # operations between ranks that it has started
+    where: str  # its current operation and phase, in words
+    failed: str = ""  # the error that ended it, or ""
+    left: bool = False  # it finished without an error and posts no more
 
 
 class Board:
-    """This rank's view of the board."""
+    """One rank's access to the board."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -48,26 +49,26 @@ class Board:
 
     @classmethod
     def of_world(cls, rank: int, world_size: int) -> Board | None:
-        """The board of the default process group; None where there is nobody else."""
+        """The board of the default process group; None if there is no other process."""
         if world_size == 1 or not dist.is_initialized() or dist.get_backend() == "fake":
             return None
         store: Any = dist.distributed_c10d._get_default_store()
-        store = store.clone()  # torch's annotations do not know it
+        store = store.clone()  # missing in torch's annotations
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         return cls(store, rank, world_size)
 
     def post(self, notice: Notice) -> bool:
-        """Put up this rank's notice in place of its last; whether the store took it."""
+        """Replace this rank's notice; True if the store took it."""
         text = json.dumps(asdict(notice))
 
         def write() -> bool:
             self._store.set(f"rank/{self.rank}", text)
             return True
 
-        return self._soon(write) or False
+        return self._ask_store(write) or False
 
     def read(self) -> dict[int, Notice] | None:
-        """Everyone's last notice, without ranks that posted none; None if the store is gone."""
+        """The last notice of each rank that has posted one, by rank; None if the store is gone."""
 
         def fetch() -> dict[int, Notice]:
             found: dict[int, Notice] = {}
@@ -77,36 +78,42 @@ class Board:
                     found[rank] = Notice(**json.loads(self._store.get(key)))
             return found
 
-        return self._soon(fetch)
+        return self._ask_store(fetch)
 
-    def first_to_say(self, text: str) -> bool:
-        """Whether no other rank has asked this for the same text; True if the store is gone."""
-        count = self._soon(lambda: self._store.add(_said(text), 1))
+    def first_to_report(self, text: str) -> bool:
+        """True for the first rank that asks for `text`, so that one rank alone prints it.
+
+        True also if the store is gone: better printed by every rank than by none.
+        """
+        count = self._ask_store(lambda: self._store.add(_report_key(text), 1))
         return count is None or count == 1
 
-    def part(self, seconds: float) -> None:
-        """The last use of the board by this rank. Rank 0, which may serve the store, gives the
-        others so many seconds to part as well, as the store ends with it.
+    def leave(self, timeout_s: float) -> None:
+        """End this rank's use of the board; its last call.
+
+        Rank 0 may serve the store, which ends with its process, so it waits up to `timeout_s`
+        until the other ranks have left as well. The other ranks return at once.
         """
-        gone = self._soon(lambda: self._store.add("parted", 1))
-        deadline = time.monotonic() + seconds
-        while self.rank == 0 and gone is not None and gone < self.world_size:
+        num_left = self._ask_store(lambda: self._store.add(_NUM_LEFT, 1))
+        deadline = time.monotonic() + timeout_s
+        while self.rank == 0 and num_left is not None and num_left < self.world_size:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)
-            gone = self._soon(lambda: self._store.add("parted", 0))
+            num_left = self._ask_store(lambda: self._store.add(_NUM_LEFT, 0))
 
-    def _soon(self, ask: Callable[[], T]) -> T | None:
-        """What `ask` returns, or None if the store fails or takes too long.
+    def _ask_store(self, request: Callable[[], T]) -> T | None:
+        """The result of `request`; None if it raises or takes longer than `_ANSWER_S`.
 
-        In a thread of its own: an operation on the store of a stopped process never returns.
+        It runs in a thread of its own, because an operation on the store of a stopped process
+        never returns.
         """
-        answers: list[T] = []
+        answers: list[T] = []  # at most one
 
         def run() -> None:
             with self._lock:
                 try:
-                    answers.append(ask())
+                    answers.append(request())
                 except Exception:  # of any kind: whatever is wrong, there is no answer
                     return
 
@@ -116,5 +123,5 @@ class Board:
         return answers[0] if answers else None
 
 
-def _said(text: str) -> str:
-    return f"said/{hashlib.sha256(text.encode()).hexdigest()}"
+def _report_key(text: str) -> str:
+    return f"reported/{hashlib.sha256(text.encode()).hexdigest()}"

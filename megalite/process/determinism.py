@@ -1,10 +1,10 @@
-"""The switch for the same bits on every run of one machine, layout and software.
+"""The switch that makes runs repeat bit for bit, for one machine, layout and software.
 
 On the CPU runs repeat bit for bit anyway: one thread a process, sums in a fixed order, collectives
 summed in axis order. The switch adds that an operation without a deterministic algorithm raises an
 error. On CUDA it picks deterministic algorithms where there is a choice (atomics in scatters, the
 backward of attention) and gives cuBLAS a workspace of its own, which must be known before the first
-product on the GPU. It costs speed, and promises nothing between different GPUs or versions.
+matrix product on the GPU. It costs speed, and promises nothing between different GPUs or versions.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ def prepare_deterministic(environ: MutableMapping[str, str] | None = None) -> No
 
 
 def use_deterministic(on: bool) -> None:
-    """Choose algorithms for this process."""
+    """Require deterministic algorithms in this process, or stop requiring them."""
     torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.benchmark = False
-    # Filling every new buffer would find reads of memory not written, at the price of each write.
+    # torch would also fill each new buffer, which exposes reads of memory that nobody wrote. It
+    # costs one more write of every buffer.
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False
 
 
 def determinism() -> dict[str, Any]:
-    """What holds in this process, for the record of a run."""
+    """The settings that hold in this process, for the record of a run."""
     return {
         "algorithms": torch.are_deterministic_algorithms_enabled(),
         "cublas_workspace": os.environ.get(WORKSPACE),

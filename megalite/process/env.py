@@ -1,7 +1,7 @@
-"""How a process joins the others: its device, the rendezvous, the process group.
+"""Joining the other processes: the device, the rendezvous, the process group.
 
-Who it is says launcher.py. Communicators inside the group are mesh.py's. Starts no processes:
-local.py does that on one host.
+launcher.py finds out which rank a process is; mesh.py makes the communicators inside the group.
+Starts no processes: local.py does that on one host.
 """
 
 from __future__ import annotations
@@ -54,21 +54,27 @@ def init_process(
     """Join the world's process group: gloo on cpu, nccl on cuda with the device bound, or "fake".
 
     "fake" is for dry runs: any rank of any world in one process, and collectives move nothing.
-    `listener` is a listening socket that rank 0 serves the rendezvous on, so that its port was
-    never free between choosing and using it. A process on the CPU computes with one thread unless
-    OMP_NUM_THREADS says otherwise, since its siblings want the other cores.
+    `listener` is a listening socket that rank 0 serves the rendezvous on, so its port is never free
+    between choosing and using it. A process on the CPU computes with one thread unless
+    OMP_NUM_THREADS sets another number, since the other ranks of the host need the other cores.
+    Raises `ConfigError` as `check_interface` does; an error while joining gets a note with
+    the address.
     """
     if device.type == "cpu" and launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_s)
     if chosen == "fake":
         _join_fake(launch)
         return
+
+    # Checked before joining: with a loopback address gloo would hang until the timeout.
     if chosen == "gloo" and launch.spans_hosts:
         check_interface()
+
     try:
         _join(launch, chosen, timeout, device if chosen == "nccl" else None, listener)
     except Exception as error:
@@ -136,9 +142,13 @@ def _join(
         # torch itself knows whether the agent serves the store, and which restart this is.
         dist.init_process_group(backend, timeout=timeout, device_id=device)
         return
+
     if launch.world_size == 1:
         store: Store = HashStore()
     else:
+        listen_fd = None
+        if listener is not None and launch.rank == 0:
+            listen_fd = listener.detach()  # from now on the store owns the descriptor
         store = TCPStore(
             launch.master_addr,
             launch.master_port,
@@ -146,8 +156,9 @@ def _join(
             is_master=launch.rank == 0,
             timeout=timeout,
             wait_for_workers=False,
-            master_listen_fd=None if listener is None or launch.rank else listener.detach(),
+            master_listen_fd=listen_fd,
         )
+
     dist.init_process_group(
         backend,
         store=store,

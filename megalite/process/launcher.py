@@ -1,14 +1,14 @@
-"""Who a process is among those that were started together: torchrun's and Slurm's variables.
+"""The rank of this process and the size of its world, from torchrun's or Slurm's variables.
 
-The only module that reads launcher variables. Knows no torch, so that a wrong launch is answered at
+The only module that reads launcher variables. It imports no torch, so a wrong launch is refused at
 once. The rules:
 
 * A full set of torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) is
   used; a part of it (RANK, LOCAL_RANK or WORLD_SIZE without the others) is refused.
 * A full set that torchrun did not make (no TORCHELASTIC_RUN_ID) inside a Slurm step of several
-  tasks must agree with Slurm's, or it is refused: it was left over by another tool.
-* Else a Slurm step of several tasks is used; else this is a single process. MASTER_ADDR and
-  MASTER_PORT alone say nothing.
+  tasks must agree with Slurm's variables. Otherwise another tool left it over, and it is refused.
+* Without torchrun's variables, a Slurm step of several tasks is used; without that, this is a
+  single process. MASTER_ADDR and MASTER_PORT alone mean nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all that were started together."""
+    """The place of this process among all that were started together."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,12 +44,12 @@ class Launch:
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether other hosts take part."""
+        """True if processes on other hosts take part."""
         return self.local_world_size < self.world_size
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Who this process is, from torchrun's variables, else srun's, else a single process.
+    """The place of this process: by torchrun's variables, else by srun's, else a single process.
 
     Raises `ConfigError`, with every problem at once, if a launcher's variables are incomplete, not
     numbers, or contradict each other: a left-over RANK must not make a wrong world.
@@ -63,9 +63,10 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch()
 
 
-def speaks_for_host(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process tells errors that all processes of a host meet before they are joined:
-    the first one there does, whichever launcher started it.
+def is_first_on_host(environ: Mapping[str, str] | None = None) -> bool:
+    """True for the first process of a host, whichever launcher started it.
+
+    It alone prints the errors that all processes of a host meet before they are joined.
     """
     environ = os.environ if environ is None else environ
     place = environ.get("LOCAL_RANK")
@@ -120,6 +121,8 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch:
             f"found {_found(environ, _SLURM)} but not {', '.join(missing)}: start with srun, or "
             "unset the left-over variables"
         )
+
+    # Problems are collected, so that one attempt shows the user all of them.
     problems: list[str] = []
     rank, world_size, local_rank, job = (_number(environ, n, problems) for n in _SLURM)
     launch = Launch(
@@ -140,7 +143,10 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch:
 
 
 def _require_agreement_with_slurm(launch: Launch, environ: Mapping[str, str]) -> None:
-    """Torchrun's own variables may differ from srun's, which starts one torchrun a node."""
+    """Raise ConfigError if variables that torchrun did not set differ from those of the Slurm step.
+
+    Torchrun's own may differ: srun starts one torchrun a node, and that starts the ranks.
+    """
     tasks, task = environ.get("SLURM_NTASKS", "1"), environ.get("SLURM_PROCID", "0")
     if "TORCHELASTIC_RUN_ID" in environ or tasks == "1" or "SLURM_STEP_ID" not in environ:
         return
@@ -157,7 +163,7 @@ def _found(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _slurm_port(job: int, step: int) -> int:
-    """A port that two jobs, or two steps of one job, on a host do not share unless unlucky."""
+    """A port by job and step numbers: two jobs, or two steps of a job, rarely get the same one."""
     return _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
 
 
@@ -174,7 +180,7 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
 def _number(
     environ: Mapping[str, str], name: str, problems: list[str], default: int | None = None
 ) -> int:
-    """A whole number of at least 0; notes a problem and gives 0 if it is none."""
+    """A variable as a whole number of at least 0. If it is none, adds to `problems`, returns 0."""
     text = environ.get(name)
     if text is None and default is not None:
         return default

@@ -1,7 +1,7 @@
-"""Start all ranks of a world on this host, and look after them until they end.
+"""Start all ranks of a world on this host, forward signals to them, and end all when one fails.
 
-For `megalite train --local` and for laptops; clusters use torchrun or srun. It does not
-restart ranks.
+For `megalite train --local` and for laptops; clusters use torchrun or srun. It does not restart
+ranks. Reading order: `run_local`, then `_rank_main`, which runs in each child process.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import torch
 
 from megalite.errors import ConfigError, MegaliteError
 from megalite.process.env import DeviceKind, hold_port, init_process, pick_device
-from megalite.process.failures import retell
+from megalite.process.failures import RankFailure, summarize
 from megalite.process.launcher import Launch
 
 StartMethod = Literal["fork", "spawn"]
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
-# After one rank failed, how long the others may take to notice by themselves.
+# After one rank failed: seconds that the others may take to notice by themselves. Then they are
+# killed.
 _GRACE_S = 1.0
 
 # Exit code of a rank that raised an error the user can fix; any other exception gives 1.
@@ -43,30 +44,32 @@ _CONFIG_EXIT = 2
 
 
 @dataclass
-class _Failure:
-    """What a rank said when it raised: `when` is the host's monotonic clock, in seconds."""
+class _Report:
+    """The report of a rank that raised, sent through its pipe."""
 
-    when: float
-    text: str  # a traceback, or "error:" lines when the error is the user's to fix
-    summary: str
+    when: float  # seconds of the host's monotonic clock, which all processes share
+    text: str  # a traceback, or "error:" lines if the user can fix the error
+    summary: str  # the exception in one line
     exit_code: int
-    of_peer: bool = False  # it only says that another rank failed
+    of_peer: bool = False  # the error only passes on that another rank failed
 
 
 @dataclass
 class _Rank:
+    """The launcher's view of one rank."""
+
     rank: int
     process: BaseProcess
-    reports: Connection
-    failure: _Failure | None = None
-    ended_at: float | None = None  # when it was seen to be gone, monotonic seconds
-    ended_by_us: bool = False
+    pipe: Connection
+    report: _Report | None = None  # None: it has not raised
+    ended_at: float | None = None  # monotonic seconds at which its end was noticed
+    killed_by_launcher: bool = False
 
-    def read(self) -> None:
-        """Take the rank's report, if it left one."""
+    def receive(self) -> None:
+        """Take the rank's report from the pipe, if there is one."""
         with contextlib.suppress(EOFError, OSError):
-            if not self.reports.closed and self.reports.poll():
-                self.failure = self.reports.recv()
+            if not self.pipe.closed and self.pipe.poll():
+                self.report = self.pipe.recv()
 
     @property
     def alive(self) -> bool:
@@ -74,8 +77,8 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Raised, or was killed by a signal that did not come from here."""
-        return self.failure is not None or ((self.process.exitcode or 0) < 0)
+        """True if the rank raised or was ended by a signal."""
+        return self.report is not None or ((self.process.exitcode or 0) < 0)
 
 
 def run_local(
@@ -86,20 +89,21 @@ def run_local(
     device: DeviceKind = "auto",
     timeout_s: float = 600.0,
     start_method: StartMethod | None = None,
-    held: tuple[signal.Signals, ...] = (),
-    came: Sequence[int] = (),
+    blocked: tuple[signal.Signals, ...] = (),
+    received: Sequence[int] = (),
 ) -> int:
     """Run `fn(launch, device, *args)` in `world_size` processes here; returns an exit code.
 
     Each process has joined the process group before `fn` is called; `fn` must be importable by
-    name, and what it returns (None: 0) is its exit code. The result is 0 if all were 0, else the
-    code of the first rank that failed, 128 + n if signal n ended it. When a rank raises or dies,
-    its own traceback is printed first and once ("error:" lines instead for a MegaliteError, which
-    is the user's to fix), and the others are ended within about two seconds.
+    name, and its return value (None: 0) is the rank's exit code. The result is 0 if all were 0,
+    else the code of the first rank that failed, 128 + n if signal n ended it. When a rank raises or
+    dies, its own traceback is printed first and once ("error:" lines instead for a MegaliteError,
+    which the user can fix), and the others are ended within about two seconds.
     SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go to all ranks. Call it in the main thread.
 
-    `held` are signals that ranks block until `fn` lets them in, so that none is lost while a rank
-    starts; `came` are numbers of signals that came before the call and go to the ranks as well.
+    `blocked` are signals that a rank starts with blocked; `fn` unblocks them, so none is lost while
+    a rank starts. `received` are numbers of signals that came before the call and go to the ranks
+    as well. Raises ConfigError for a world without ranks.
     """
     if world_size < 1:
         raise ConfigError(f"world size {world_size} must be at least 1")
@@ -109,31 +113,26 @@ def run_local(
     ranks: list[_Rank] = []
     with _forwarding(ranks) as signals:
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # none may miss a rank
-            for rank in range(world_size):
-                launch = Launch(
-                    rank=rank,
-                    world_size=world_size,
-                    local_rank=rank,
-                    local_world_size=world_size,
-                    master_addr=listener.getsockname()[0],
-                    master_port=listener.getsockname()[1],
-                    source="local",
-                )
+            # Blocked while ranks start: a signal forwarded now would miss those not yet started.
+            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+            for launch in _launches(world_size, listener):
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank_main,
-                    args=(fn, args, launch, device, timeout_s, listener, writer, held),
-                    name=f"rank-{rank}",
+                    args=(fn, args, launch, device, timeout_s, listener, writer, blocked),
+                    name=f"rank-{launch.rank}",
                 )
                 process.start()
-                writer.close()
-                ranks.append(_Rank(rank, process, reader))
+                writer.close()  # so that the pipe ends with the rank
+                ranks.append(_Rank(launch.rank, process, reader))
             listener.close()
-            for number in list(came):
-                os.kill(os.getpid(), number)  # pending until the next line lets them in
+
+            # Earlier signals are sent to this process once more; they stay pending until they are
+            # unblocked, and then go through the handler that forwards them.
+            for number in list(received):
+                os.kill(os.getpid(), number)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-            _watch(ranks)
+            _wait_for_end(ranks)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             listener.close()
@@ -141,9 +140,28 @@ def run_local(
     return _conclude(ranks, signals)
 
 
+def _launches(world_size: int, listener: socket.socket) -> list[Launch]:
+    """The place of each rank, in order; `listener` has the address of the rendezvous."""
+    address, port = listener.getsockname()
+    return [
+        Launch(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            master_addr=address,
+            master_port=port,
+            source="local",
+        )
+        for rank in range(world_size)
+    ]
+
+
 def _start_method(device: DeviceKind) -> StartMethod:
-    """fork shares the imported torch (0.05 s against 3 s a rank), but only while this process has
-    one thread and CUDA is out of the game.
+    """The start method: "fork" where it is safe, else "spawn".
+
+    A fork shares the imported torch (0.05 s against 3 s a rank). It is safe while this process has
+    one thread and CUDA is not used.
     """
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return "spawn"
@@ -159,14 +177,16 @@ def _rank_main(
     device: DeviceKind,
     timeout_s: float,
     listener: socket.socket,
-    reports: Connection,
-    held: tuple[signal.Signals, ...],
+    pipe: Connection,
+    blocked: tuple[signal.Signals, ...],
 ) -> None:
-    """One rank: join, call, report an exception, leave. Never returns."""
-    _own_signals(held)
+    """Body of a rank's process: join, call `fn`, report an exception. Ends the process."""
+    # Before the slow part: signals and the launcher's end may come at any time.
+    _set_up_signals(blocked)
     _end_with_parent()
     if launch.rank != 0:
-        listener.close()
+        listener.close()  # rank 0 serves the rendezvous on it
+
     code = 1
     try:
         chosen = pick_device(launch, device)
@@ -177,31 +197,34 @@ def _rank_main(
     except BaseException as error:
         text = traceback.format_exc()
         if isinstance(error, MegaliteError):
-            code, text = _CONFIG_EXIT, "\n".join(f"error: {e}" for e in str(error).splitlines())
+            code = _CONFIG_EXIT
+            text = "\n".join(f"error: {line}" for line in str(error).splitlines())
         summary = traceback.format_exception_only(error)[0].splitlines()[0]
         of_peer = bool(getattr(error, "of_peer", False))
-        reports.send(_Failure(time.monotonic(), text, summary, code, of_peer))
+        pipe.send(_Report(time.monotonic(), text, summary, code, of_peer))
+
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a normal exit: destructors of communicators whose peers are gone may wait for them.
     os._exit(code)
 
 
-def _own_signals(held: tuple[signal.Signals, ...]) -> None:
-    """Forget the launcher's handlers, and leave its process group: Ctrl-C reaches ranks once.
+def _set_up_signals(blocked: tuple[signal.Signals, ...]) -> None:
+    """Replace the launcher's handlers, and leave its process group.
 
-    Signals `held` stay blocked: `fn` lets them in when it can answer them.
+    In a group of its own a rank gets Ctrl-C once, forwarded by the launcher, and not from the
+    terminal as well. Signals in `blocked` stay blocked: `fn` unblocks them once it handles them.
     """
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # may come before `fn` has its handlers
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [n for n in FORWARDED if n not in held])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [n for n in FORWARDED if n not in blocked])
 
 
 def _end_with_parent() -> None:
-    """End this rank soon after its launcher is gone, however it went."""
+    """Start a thread that kills this rank soon after its launcher ended, however it ended."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -214,11 +237,11 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Send signals of this process on to all ranks; yields the list of those that came."""
-    came: list[int] = []
+    """Forward this process' signals to all ranks; yields the growing list of those received."""
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         for rank in ranks:
             if rank.process.pid is not None and rank.alive:
                 with contextlib.suppress(ProcessLookupError):
@@ -226,24 +249,24 @@ def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _watch(ranks: list[_Rank]) -> None:
-    """Return when all ranks have ended, or soon after one failed."""
+def _wait_for_end(ranks: list[_Rank]) -> None:
+    """Return when all ranks have ended, or `_GRACE_S` after one failed."""
     deadline: float | None = None
     while running := [rank for rank in ranks if rank.alive]:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if left == 0.0:
             return
         waiting: list[Any] = [rank.process.sentinel for rank in running]
-        waiting += [rank.reports for rank in running if rank.failure is None]
+        waiting += [rank.pipe for rank in running if rank.report is None]
         wait(waiting, timeout=0.5 if left is None else min(left, 0.5))
         for rank in ranks:
-            rank.read()
+            rank.receive()
             if rank.ended_at is None and not rank.alive:
                 rank.ended_at = time.monotonic()
         if deadline is None and any(rank.failed for rank in ranks):
@@ -253,60 +276,64 @@ def _watch(ranks: list[_Rank]) -> None:
 def _kill(ranks: list[_Rank]) -> None:
     for rank in ranks:
         if rank.alive:
-            rank.ended_by_us = True
+            rank.killed_by_launcher = True
             rank.process.kill()
     for rank in ranks:
         rank.process.join()
-        rank.read()
+        rank.receive()
 
 
 def _conclude(ranks: list[_Rank], signals: list[int]) -> int:
     """Print the first failure; returns the exit code of the whole."""
     first = _first_failure(ranks)
     if first is None:
-        codes = [rank.process.exitcode or 0 for rank in ranks if not rank.ended_by_us]
+        codes = [rank.process.exitcode or 0 for rank in ranks if not rank.killed_by_launcher]
         return next((code for code in codes if code), 0)
-    code = first.process.exitcode or 0
-    if first.failure is None:
-        number = -code
+
+    # Without a report a signal ended it. A signal that this process forwarded is no failure to
+    # print: the ranks were asked to end.
+    if first.report is None:
+        number = -(first.process.exitcode or 0)
         if number not in signals:
             name = signal.Signals(number).name
-            _say(
-                f"rank {first.rank} of {len(ranks)} was ended by signal {number} ({name})",
-                ranks,
-                first,
-            )
+            text = f"rank {first.rank} of {len(ranks)} was ended by signal {number} ({name})"
+            _print_failures(text, ranks, first)
         return 128 + number
-    text = first.failure.text.rstrip()
-    if first.failure.exit_code != _CONFIG_EXIT:
+
+    text = first.report.text.rstrip()
+    if first.report.exit_code != _CONFIG_EXIT:
         text = f"rank {first.rank} of {len(ranks)} failed:\n{text}"
-    _say(text, ranks, first)
-    return first.failure.exit_code
+    _print_failures(text, ranks, first)
+    return first.report.exit_code
 
 
 def _first_failure(ranks: list[_Rank]) -> _Rank | None:
-    """The rank whose failure made the others fail.
-
-    A signal from outside (SIGKILL, SIGSEGV) is always a cause, though its death is seen last; an
-    abort can be a peer's answer to a lost connection, so it counts by time like an exception.
-    """
+    """The rank whose failure made the others fail; None if no rank failed."""
 
     def order(rank: _Rank) -> float:
-        if rank.failure is not None:
-            return math.inf if rank.failure.of_peer else rank.failure.when
-        return (rank.ended_at or 0.0) if rank.process.exitcode == -signal.SIGABRT else 0.0
+        """The time of the failure, 0 for a certain cause, infinity for a mere consequence."""
+        if rank.report is not None:
+            return math.inf if rank.report.of_peer else rank.report.when
+        # An abort can be the answer to a connection that a peer lost, so it counts by time. Other
+        # signals (SIGKILL, SIGSEGV) come from outside: a cause, though the death is noticed last.
+        if rank.process.exitcode == -signal.SIGABRT:
+            return rank.ended_at or 0.0
+        return 0.0
 
-    return min((r for r in ranks if r.failed and not r.ended_by_us), key=order, default=None)
+    failed = [rank for rank in ranks if rank.failed and not rank.killed_by_launcher]
+    return min(failed, key=order, default=None)
 
 
-def _say(text: str, ranks: list[_Rank], first: _Rank) -> None:
-    """Print the first failure and what became of the other ranks; an equal failure is told once."""
+def _print_failures(text: str, ranks: list[_Rank], first: _Rank) -> None:
+    """Print the first failure, then the ends of the other ranks; equal failures once."""
     others = []
     for rank in ranks:
-        if rank is not first and rank.failure is not None:
-            if not rank.failure.of_peer:
-                others.append((rank.rank, rank.failure.summary))
-        elif rank is not first and rank.ended_by_us:
-            others.append((rank.rank, "ended by the launcher"))
-    told = None if first.failure is None else (first.rank, first.failure.summary)
-    print("\n".join([text, *retell(told, others)]), file=sys.stderr, flush=True)
+        if rank is first:
+            continue
+        if rank.report is not None:
+            if not rank.report.of_peer:  # else it repeats the failure of another rank
+                others.append(RankFailure(rank.rank, rank.report.summary))
+        elif rank.killed_by_launcher:
+            others.append(RankFailure(rank.rank, "ended by the launcher"))
+    cause = None if first.report is None else RankFailure(first.rank, first.report.summary)
+    print("\n".join([text, *summarize(cause, others)]), file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
-"""Keys and tokens of the environment, and a text without them.
+"""Removing the keys and tokens of the environment from texts.
 
-megalite records no environment; but a library's error may quote a key, in an address for example.
-So what is printed or written goes through `Redaction`. It reads values only to leave them out.
+megalite records no environment variables, but a library's error may quote a key, in an address for
+example. So whatever is printed or written goes through `Redaction`. It reads the values of secret
+variables only to remove them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ HIDDEN = "[hidden]"
 
 # WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, ...
 _SECRET_NAME = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
-_MIN_LENGTH = 8  # a shorter value would be hidden inside words that are none of it
+_MIN_LENGTH = 8  # characters; a shorter value may be part of ordinary words
 
 
 class Redaction:
-    """Replaces the values of secret variables in texts."""
+    """A function of texts that replaces the values of secret environment variables by `HIDDEN`."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         found = {
@@ -26,9 +27,10 @@ class Redaction:
             for name, value in (os.environ if environment is None else environment).items()
             if _SECRET_NAME.search(name.upper()) and len(value) >= _MIN_LENGTH
         }
+        # A value may contain another: the longer one must match first, or its rest would stay.
         longest_first = sorted(found, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if found else None
 
     def __call__(self, text: str) -> str:
-        """`text` with every secret value left out."""
+        """`text` with every secret value replaced."""
         return text if self._pattern is None else self._pattern.sub(HIDDEN, text)

@@ -1,10 +1,11 @@
-"""A thread that speaks up when this rank has been stuck for too long, and says who is to blame.
+"""A thread that reports when this rank is stuck, and which rank it is waiting for.
 
 gloo turns a hang into an exception, which the ledger annotates. NCCL's own watchdog ends the
-process instead, without a word on where the program was; this thread says it first. Each rank posts
-on the board where it is, so that the others can tell a dead or stopped one (its notices stop), one
-that has failed (it says so) and one that is elsewhere (fewer operations). It ends the process in
-one case: a signal asked it to leave, and it waits for a rank that is gone.
+process without a word on where the program was; this thread reports before that. Every rank posts
+its state on the board, so the others can distinguish a rank that is dead or stopped (its beat
+stands still), one that failed (it posted its error) and one that is elsewhere in the program (fewer
+operations). It ends the process in one case: a signal asked the run to leave, and a rank that this
+one waits for is gone.
 """
 
 from __future__ import annotations
@@ -18,27 +19,32 @@ from types import TracebackType
 from megalite.distributed.ledger import Ledger
 from megalite.process.board import Board, Notice
 
-# A rank posts at least every so many seconds; a thousand ranks a second are no load for the store.
-_BEAT_S, _RANKS_PER_S = 1.0, 1000
+# The longest time between two posts of a rank; in a large world it grows so that all ranks together
+# make at most so many posts a second, which is no load for the store.
+_BEAT_S, _POSTS_PER_S = 1.0, 1000
 
-# How long a rank may be without a beat before it is called dead: a busy machine pauses, too.
-_LOOK_S = 3.0
+# A rank without a new beat for so long is reported as dead or stopped: a busy machine pauses, too.
+_SILENT_S = 3.0
 
-# Who was asked to leave and is stuck for so long looks, so much longer, whether a rank it waits for
-# is gone. Both together are below the 30 s that launchers wait before they kill.
-_LEAVE_S, _LEAVE_LOOK_S = 5.0, 15.0
+# A rank that a signal asked to leave and that is stuck for `_LEAVE_STUCK_S` watches the others for
+# `_LEAVE_SILENT_S`, longer than above as it then ends itself. The sum is below the 30 s after which
+# launchers kill.
+_LEAVE_STUCK_S, _LEAVE_SILENT_S = 5.0, 15.0
 
-# Ranks named at most.
-_NAMED = 4
+# Most ranks that a report names.
+_MAX_NAMED = 4
 
 
 class Watch:
-    """Inside `with Watch(...)`: `report` gets lines each time no operation between ranks has
-    started for `after_s` seconds. Set `after_s` below the collectives' timeout.
+    """Context manager: while active, a thread reports when this rank is stuck.
 
-    With a `board`, the lines say which ranks are dead or stopped, have failed, or are behind; and
-    an exception met while waiting gets that as notes. Equal lines are told by one rank. `leaving`
-    says whether the process was asked to leave; it calls `end(1)` if that cannot be done.
+    `report` gets lines each time that no operation between ranks has started for `after_s`
+    seconds. Set `after_s` below the collectives' timeout.
+
+    With a `board`, the lines name the ranks that are dead or stopped, have failed, or are behind; a
+    line that several ranks would report comes from one of them. An exception raised while waiting
+    for other ranks gets the lines as notes. If `leaving()` is true (a signal asked the process to
+    leave) and a rank that it waits for is gone, the thread calls `end(1)`.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class Watch:
         self._ledger, self._after_s, self._report, self._board = ledger, after_s, report, board
         self._leaving, self._end = leaving, end
         world_size = 1 if board is None else board.world_size
-        self._beat_s = max(min(_BEAT_S, after_s / 4), world_size / _RANKS_PER_S)
+        self._beat_s = max(min(_BEAT_S, after_s / 4), world_size / _POSTS_PER_S)
         self._beat = 0
         self._failed, self._left = "", False
         self._stop = threading.Event()
@@ -76,32 +82,39 @@ class Watch:
         self._stop.set()
         self._post()
         self._thread.join(self._beat_s)
-        # Only an error met while waiting for others (the ledger noted that) is theirs to explain.
+        # The ledger adds a note to an error that was raised while waiting for other ranks. Only
+        # such an error can be explained by what became of them.
         if isinstance(error, Exception) and getattr(error, "__notes__", None):
-            for line in self._others()[1]:
+            _, lines = self._look_at_others()
+            for line in lines:
                 error.add_note(line)
 
     def _run(self) -> None:
-        seen, since, reported = self._ledger.num_ops, time.monotonic(), False
+        """Body of the thread: post at each beat; report once each time that the rank is stuck."""
+        num_ops, moved_at, reported = self._ledger.num_ops, time.monotonic(), False
         while not self._stop.wait(self._beat_s):
             self._post()
-            stuck_s = time.monotonic() - since
-            if self._ledger.num_ops != seen:
-                seen, since, reported = self._ledger.num_ops, time.monotonic(), False
+            stuck_s = time.monotonic() - moved_at
+            if self._ledger.num_ops != num_ops:
+                num_ops, moved_at, reported = self._ledger.num_ops, time.monotonic(), False
             elif not reported and stuck_s >= self._after_s:
+                # The own place first: it needs no store, and looking at the others takes seconds.
                 reported = True
                 self._report(f"nothing new for {self._after_s:g} s: {self._ledger.describe()}")
-                self._tell(self._others()[1], seen)
-            elif stuck_s >= min(_LEAVE_S, self._after_s) and self._leaving():
-                gone, lines = self._others(_LEAVE_LOOK_S)
-                if gone and not self._stop.is_set():
-                    self._tell(lines, seen)
+                _, lines = self._look_at_others()
+                self._report_once(lines, num_ops)
+            elif stuck_s >= min(_LEAVE_STUCK_S, self._after_s) and self._leaving():
+                # A rank that is gone never agrees to save and leave, so waiting for it is useless.
+                is_gone, lines = self._look_at_others(_LEAVE_SILENT_S)
+                if is_gone and not self._stop.is_set():
+                    self._report_once(lines, num_ops)
                     self._end(1)
                     return
 
-    def _tell(self, lines: list[str], seen: int) -> None:
+    def _report_once(self, lines: list[str], num_ops: int) -> None:
+        """Report lines that no other rank, stuck at the same operation, has reported."""
         for line in lines:
-            if self._board is not None and self._board.first_to_say(f"{seen} {line}"):
+            if self._board is not None and self._board.first_to_report(f"{num_ops} {line}"):
                 self._report(line)
 
     def _post(self) -> None:
@@ -112,17 +125,23 @@ class Watch:
                 Notice(self._beat, ledger.num_ops, ledger.describe(), self._failed, self._left)
             )
 
-    def _others(self, look_s: float = _LOOK_S) -> tuple[bool, list[str]]:
-        """What the board says about the other ranks, and whether one of them is gone."""
+    def _look_at_others(self, silent_s: float = _SILENT_S) -> tuple[bool, list[str]]:
+        """True if another rank is gone, and the lines to report about the other ranks.
+
+        Takes `silent_s` seconds, or three beats if that is longer, unless a rank has failed.
+        """
         board = self._board
         if board is None:
             return False, []
         before = board.read()
+
+        # Ranks that live post a new beat in this time. A rank that posted its error needs no wait.
         if before is not None and not _failed(before, board.rank):
-            until = time.monotonic() + max(look_s, 3 * self._beat_s)
-            while time.monotonic() < until:  # the living post meanwhile, as this one does
+            until = time.monotonic() + max(silent_s, 3 * self._beat_s)
+            while time.monotonic() < until:
                 time.sleep(self._beat_s / 2)
-                self._post()
+                self._post()  # the other ranks may be looking for this one
+
         after = board.read()
         if before is None or after is None:
             return True, ["who serves the rendezvous (rank 0, or torchrun's agent) is gone"]
@@ -130,25 +149,29 @@ class Watch:
         return bool(lines), lines or _behind(after)
 
 
-def _failed(notices: dict[int, Notice], mine: int) -> dict[int, Notice]:
-    return {rank: notice for rank, notice in notices.items() if notice.failed and rank != mine}
+def _failed(notices: dict[int, Notice], own_rank: int) -> dict[int, Notice]:
+    """The notices of the other ranks that posted an error."""
+    return {rank: notice for rank, notice in notices.items() if notice.failed and rank != own_rank}
 
 
-def _gone(before: dict[int, Notice], after: dict[int, Notice], mine: int) -> list[str]:
-    """Lines on the other ranks that failed, else on those without a sign of life."""
-    if failed := _failed(after, mine):
+def _gone(before: dict[int, Notice], after: dict[int, Notice], own_rank: int) -> list[str]:
+    """Lines on the other ranks that failed; if none did, on those whose beat stood still."""
+    if failed := _failed(after, own_rank):
         return [
             f"rank {rank} failed ({notice.failed}); it was at: {notice.where}"
-            for rank, notice in list(failed.items())[:_NAMED]
+            for rank, notice in list(failed.items())[:_MAX_NAMED]
         ]
     silent = {
         rank: notice
         for rank, notice in after.items()
-        if rank != mine and not notice.left and rank in before and before[rank].beat == notice.beat
+        if rank != own_rank
+        and not notice.left
+        and rank in before
+        and before[rank].beat == notice.beat
     }
     return [
         f"rank {rank} gives no sign of life, it is dead or stopped; last seen at: {notice.where}"
-        for rank, notice in list(silent.items())[:_NAMED]
+        for rank, notice in list(silent.items())[:_MAX_NAMED]
     ]
 
 
@@ -157,5 +180,8 @@ def _behind(notices: dict[int, Notice]) -> list[str]:
     fewest = min(notice.num_ops for notice in notices.values())
     if fewest == max(notice.num_ops for notice in notices.values()):
         return []
-    behind = [rank for rank, notice in notices.items() if notice.num_ops == fewest]
-    return [f"rank {rank} is furthest behind: {notices[rank].where}" for rank in behind[:_NAMED]]
+    behind = {rank: notice for rank, notice in notices.items() if notice.num_ops == fewest}
+    return [
+        f"rank {rank} is furthest behind: {notice.where}"
+        for rank, notice in list(behind.items())[:_MAX_NAMED]
+    ]

@@ -1,6 +1,6 @@
-"""What a person sees: lines, and on a terminal a progress bar with the time left.
+"""The output for a person: lines, and on a terminal a progress bar with the time left.
 
-Only rank 0 speaks; every line also goes to the run's log.txt. Metrics are not its business.
+Only rank 0 prints; every line also goes to the run's log.txt. Does not handle metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megalite.process.secrets import Redaction
 
 
 class Console:
-    """Lines to standard output and log.txt; `quiet` for every rank but the first."""
+    """Prints lines to standard output and log.txt; with `quiet` (all ranks but 0) does nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -36,7 +36,7 @@ class Console:
         self._hide = Redaction()
 
     def open_log(self, path: Path) -> None:
-        """Append to `path` from now on, lines already printed included."""
+        """Append all lines to `path`: those printed until now, and from now on each at once."""
         if self.quiet:
             return
         self._log = path.open("a", encoding="utf-8")
@@ -45,16 +45,17 @@ class Console:
         self._early.clear()
 
     def print(self, line: str) -> None:
-        """One line of plain text, without the keys and tokens of the environment."""
+        """Print and log one line of plain text, without the keys and tokens of the environment."""
         if self.quiet:
             return
         line = self._hide(line)
+        # While a bar is shown only its own console can print above it.
         console = self._bar[0].console if self._bar else self._rich
         console.print(line, markup=False)
         self.record(line)
 
     def record(self, line: str) -> None:
-        """One line for log.txt alone."""
+        """Write one line to log.txt alone."""
         if self.quiet:
             return
         line = self._hide(line)
@@ -86,7 +87,7 @@ class Console:
                 self._bar = None
 
     def advance(self, done: int) -> None:
-        """`done` steps of the total are done."""
+        """Set the bar to `done` steps, if one is shown."""
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=done)
 

@@ -1,7 +1,7 @@
-"""Is this machine ready to train? Versions, devices, communication, limits, room, packages.
+"""Checks that this machine can train: versions, devices, communication, limits, room, packages.
 
-Each check says what it found and, where that is not right, what to do. It changes nothing and
-starts no process group. Reading order: `examine`, then the checks in its order.
+Each check gives its finding and, unless that is ok, a remedy. It changes nothing and starts no
+process group. Reading order: `examine`, then the checks in its order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MIN_DISK_BYTES = 10 * _GIB
 _MIN_OPEN_FILES = 4096
 _NAME_LOOKUP_S = 1.0
 
-# package -> (what it is for, how to get it)
+# package -> (its purpose, the command that installs it)
 _OPTIONAL = {
     "triton": ("kernels on GPUs", "pip install 'megalite[triton]'"),
     "pyarrow": ("parquet corpora", "pip install 'megalite[corpora]'"),
@@ -42,7 +42,7 @@ _OPTIONAL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was looked at, what was found, and what to do unless it is ok.
+    """The result of one check: its name, its status, what it found, and the remedy unless ok.
 
     "missing" stops training here; a "warning" costs speed or a feature.
     """
@@ -54,7 +54,7 @@ class Finding:
 
 
 def examine(out: Path) -> list[Finding]:
-    """All findings, in the order to show them; `out` is the folder that run folders go to."""
+    """All findings, in the order of display; `out` is the folder for run folders."""
     findings = [
         *_software(),
         *_devices(),
@@ -81,6 +81,8 @@ def _software() -> Iterator[Finding]:
         f"needs {_as_text(_MIN_PYTHON)} or newer",
     )
     yield Finding("megalite", "ok", _version("megalite") or "not installed as a package")
+
+    # Only missing packages are listed, and torch, whose version matters.
     for package in _required_packages():
         found = _version(package)
         if package == "torch" and found is not None:
@@ -96,7 +98,7 @@ def _torch(found: str) -> Finding:
     try:
         new_enough = tuple(int(part) for part in found.split("+")[0].split(".")[:2]) >= _MIN_TORCH
     except ValueError:
-        new_enough = True  # a version of someone's own making
+        new_enough = True  # a custom build with a version of another form
     cuda = torch.version.cuda
     return Finding(
         "torch",
@@ -107,7 +109,7 @@ def _torch(found: str) -> Finding:
 
 
 def _apex() -> Finding:
-    """NVIDIA's apex has compiled modules; a web toolkit of that name is what PyPI has."""
+    """Finding on apex: NVIDIA's has compiled modules, PyPI's package of that name is another."""
     if not is_installed("apex"):
         return Finding("apex", "ok", "not installed; megalite's own kernels are used")
     if is_installed("amp_C"):
@@ -126,46 +128,49 @@ def _devices() -> Iterator[Finding]:
 
     driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
     if not torch.cuda.is_available():
-        remedy = ""
-        if driver and torch.version.cuda is None:
+        found = f"{os.cpu_count()} CPU cores, no GPU"
+        if not driver:
+            yield Finding("devices", "ok", found)
+            return
+        if torch.version.cuda is None:
             remedy = "this torch is built for the CPU: install a CUDA build of it"
-        elif driver:
+        else:
             remedy = "the driver does not work with this torch; compare `nvidia-smi` with CUDA"
-        yield Finding(
-            "devices",
-            "missing" if driver else "ok",
-            f"{os.cpu_count()} CPU cores, no GPU"
-            + (" that works, though there is a driver" * driver),
-            remedy,
-        )
+        yield Finding("devices", "missing", f"{found} that works, though there is a driver", remedy)
         return
+
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
 
 
 def _kernels() -> Iterator[Finding]:
-    """What `kernels.backend` and `kernels.attention` may be here; nothing is taken into use."""
+    """The values that `kernels.backend` and `kernels.attention` may have here; none is set."""
     import torch
 
     from megalite.kernels import BackendError, select
     from megalite.kernels.others.attention import NAMES, require_attention
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    # On a CPU plain torch is the usual choice, so only a GPU without Triton is worth a warning.
+    status: Status = "ok"
     try:
-        found, good = f"{select('triton', device).name} by kernels.backend=auto", True
+        found = f"{select('triton', device).name} by kernels.backend=auto"
     except BackendError as error:
         reason = str(error).removeprefix("kernels.backend=triton cannot be used: ")
-        found, good = f"plain torch by kernels.backend=auto: {reason}", device.type == "cpu"
-    yield Finding("kernels", "ok" if good else "warning", found, "plain torch is slower on a GPU")
-    there, absent = ["auto"], []
+        found = f"plain torch by kernels.backend=auto: {reason}"
+        status = "ok" if device.type == "cpu" else "warning"
+    yield Finding("kernels", status, found, "plain torch is slower on a GPU")
+
+    usable, refused = ["auto"], []
     for name in NAMES:
         try:
             require_attention(name, device)
-            there.append(name)
+            usable.append(name)
         except BackendError:
-            absent.append(name)
-    lacking = f"; not {', '.join(absent)} (a run that asks for one says why)" if absent else ""
-    yield Finding("attention", "ok", f"kernels.attention may be {', '.join(there)}{lacking}")
+            refused.append(name)
+    lacking = f"; not {', '.join(refused)} (a run that asks for one says why)" if refused else ""
+    yield Finding("attention", "ok", f"kernels.attention may be {', '.join(usable)}{lacking}")
 
 
 def _gpu(index: int) -> Finding:
@@ -203,12 +208,12 @@ def _communication() -> Iterator[Finding]:
 def _nccl_version() -> str:
     import torch
 
-    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    numbers: tuple[int, ...] = torch.cuda.nccl.version()
     return _as_text(numbers)
 
 
 def _host_name() -> Finding:
-    """Where other nodes would look for this one: gloo asks the resolver, which may not know."""
+    """Finding on the address of this host's name, which gloo advertises to the other nodes."""
     name, address = socket.gethostname(), ""
 
     def look_up() -> None:
@@ -218,6 +223,7 @@ def _host_name() -> Finding:
         except OSError:
             address = "nothing"
 
+    # In a thread, as a resolver without an answer may take many seconds to give up.
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(_NAME_LOOKUP_S)
@@ -260,6 +266,8 @@ def _room(out: Path) -> Iterator[Finding]:
             f"{size / _GIB:.2f} GiB",
             "NCCL and readers share memory there: --shm-size=8g or --ipc=host for a container",
         )
+
+    # `out` may not exist yet: its file system and rights are those of the nearest folder that does.
     place = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     yield Finding(
@@ -289,7 +297,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _required_packages() -> list[str]:
-    """Names of what megalite's installation depends on, without extras."""
+    """Names of the packages that megalite's installation requires, without extras."""
     try:
         wanted = requires("megalite") or []
     except PackageNotFoundError:
@@ -299,6 +307,7 @@ def _required_packages() -> list[str]:
 
 
 def _name_of(requirement: str) -> str:
+    """The package's name at the start of a requirement such as `torch>=2.11`."""
     end = next((i for i, c in enumerate(requirement) if not (c.isalnum() or c in "._-")), None)
     return requirement[:end]
 

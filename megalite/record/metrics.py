@@ -1,4 +1,4 @@
-"""The numbers of a step beside its loss: rates, memory, device.
+"""The numbers in a step's record beside its loss: rates, memory, device.
 
 Writes no files (records.py does) and computes nothing that training depends on.
 """
@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from megalite.config import RunConfig
-from megalite.run.hardware import number_format, own_device, peak_of, peak_tflops
+from megalite.run.hardware import load_device_hardware, number_format, peak_of, peak_tflops
 from megalite.run.model_math import mfu, training_flops
 
 
 @dataclass(frozen=True)
 class Device:
-    """What this process computes on. `peak_tflops` and `memory_bytes` are None where unknown."""
+    """The device of this process. `peak_tflops` and `memory_bytes` are None where unknown."""
 
     name: str
     is_gpu: bool
@@ -31,9 +31,10 @@ class Device:
 
 
 def describe_device(device: torch.device, config: RunConfig) -> Device:
-    """Name and peak of the device; one that no hardware file names has no peak.
+    """The device with its peak for the run's number format; None where no hardware file names it.
 
-    `log.hardware` is a hardware file of the user's own, which must name the device.
+    With `log.hardware`, a hardware file of the user's own, the peak comes from that file, which
+    must name the device.
     """
     train, own = config.train, config.log.hardware
     products = number_format(train.dtype, train.tf32)
@@ -45,12 +46,12 @@ def describe_device(device: torch.device, config: RunConfig) -> Device:
         name = platform.processor() or platform.machine() or "cpu"
     peak = peak_tflops(name, products)
     if own is not None:
-        peak = peak_of(own_device(own, name), products)
+        peak = peak_of(load_device_hardware(own, name), products)
     return Device(name, device.type == "cuda", peak, memory)
 
 
 def memory_peak_bytes(device: torch.device) -> int:
-    """Most memory this process has held: allocated on the GPU, or resident on the CPU."""
+    """The most memory that this process has held: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -59,7 +60,11 @@ def memory_peak_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of a step over all ranks, under the names of metrics.jsonl."""
+    """The speed of a step over all ranks, under the names of metrics.jsonl.
+
+    `mfu` counts attention as if every token saw the whole sequence, `mfu_causal` the part that the
+    mask leaves (see run/model_math.py).
+    """
 
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float
@@ -70,21 +75,21 @@ class Rates:
 def step_rates(
     global_batch: int, wall_s: float, world_size: int, config: RunConfig, device: Device
 ) -> Rates:
-    """Rates of a step of `global_batch` samples; MFU None on a device without a known peak."""
+    """Rates of a step of `global_batch` samples; MFU is None on a device without a known peak."""
     model, seq_length = config.model, config.data.seq_length
-    per_s = global_batch * seq_length / wall_s
+    tokens_per_s = global_batch * seq_length / wall_s
     flops = training_flops(model, seq_length)
-    used = mfu(per_s, model, seq_length, device.peak_tflops, world_size)
+    used = mfu(tokens_per_s, model, seq_length, device.peak_tflops, world_size)
     return Rates(
-        tokens_per_s_per_gpu=per_s / world_size,
-        model_tflops_per_gpu=flops.total_full * per_s / world_size / 1e12,
+        tokens_per_s_per_gpu=tokens_per_s / world_size,
+        model_tflops_per_gpu=flops.total_full * tokens_per_s / world_size / 1e12,
         mfu=None if used is None else used.full,
         mfu_causal=None if used is None else used.causal,
     )
 
 
 def versions() -> dict[str, str]:
-    """Versions that decide what a run computes."""
+    """The versions of the software that a run's results depend on."""
     return {
         "megalite": version("megalite"),
         "torch": torch.__version__,
@@ -93,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the source tree that runs, None for an installed package."""
+    """The commit of the source tree that runs; None for an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -106,6 +111,7 @@ def git_commit() -> str | None:
 
 
 def device_memory_text(used_bytes: int, device: Device) -> str:
+    """Memory used, and of how much if that is known, in GiB: "61.2/139.8 GiB"."""
     gib = 2**30
     total = f"/{device.memory_bytes / gib:.1f}" if device.memory_bytes else ""
     return f"{used_bytes / gib:.1f}{total} GiB"

@@ -1,8 +1,8 @@
 """Norms by group and statistics of every parameter, measured around one optimizer step.
 
 Each parameter is counted once at every layout: only the rank that owns a piece adds it, sums are in
-float64, and one all-reduce for sums and one for maxima make the same numbers on every rank.
-On the steps that measure, a copy of this rank's master weights is kept over the update; on the
+float64, and one all-reduce for sums and one for maxima give every rank the same numbers.
+On the steps that measure, a copy of this rank's master weights is kept during the update; on the
 others nothing here runs.
 
 In a step's line of metrics.jsonl:
@@ -39,7 +39,7 @@ _BLOCK = 1 << 22  # elements converted to float64 at a time
 
 @dataclass(frozen=True)
 class _Before:
-    """This rank's owned weights as they were ahead of the step, in the order of named_state."""
+    """This rank's owned weights before the step, in the order of named_state."""
 
     copies: list[Tensor]
 
@@ -52,17 +52,18 @@ class ParamStats:
         self._numel: dict[str, int] | None = None  # of every parameter of the model, by name
 
     def before(self) -> _Before:
-        """Keep the weights; call it ahead of the step."""
+        """Copy the weights; call it before the step."""
         return _Before([owned.tensor.clone() for owned in self._weights()])
 
     @torch.no_grad()
     def after(self, before: _Before, result: StepResult) -> dict[str, Any]:
-        """What the step's line gets: `grad_norms` and `param_stats`."""
+        """`grad_norms` and `param_stats` for the step's line; call it after the step."""
         numel = self._all_parameters()
         rows = {name: row for row, name in enumerate(numel)}
         sums, most = self._measure(before, rows)
         comm.all_reduce(sums, self._mesh.world)
         comm.all_reduce(most, self._mesh.world, op="max")
+        # The gradients have been scaled by the clipping; the record has them as they were before.
         sums[:, _GRAD_SQUARES] /= result.clip_coefficient**2
         return _report(numel, sums.tolist(), most.tolist())
 

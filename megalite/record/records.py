@@ -2,8 +2,8 @@
 
 Kinds: `run` (first line) and `restart` (first line of a later attempt): resolved config, versions,
 git commit, hardware with its peak, parameters, training FLOPs per token by term; `step`, `eval`,
-`checkpoint`, `skip`, `end`. Every line carries `attempt`, from 1: after a rollback the steps of
-both attempts stay, told apart by it.
+`checkpoint`, `skip`, `end`. Every line has `attempt`, from 1: after a rollback the steps of both
+attempts stay, distinguished by it.
 
 A `step` line has `step`, `loss`, `grad_norm` (of the whole model, before clipping), `lr`,
 `step_time_s`, `tokens`, `loss_tokens`, `tokens_per_s_per_gpu`, `model_tflops_per_gpu`, `mfu`,
@@ -16,7 +16,7 @@ A `skip` line has `step`, `reason` ("non-finite gradients", "loss spike") and `c
 that were skipped for this reason so far. A `restart` line has `changed`: settings that differ from
 the checkpoint's, old and new, and whether `--accept` let them pass.
 
-Readers take a file as it is: damaged lines are left out and counted. Knows no torch.
+Readers accept a damaged file: lines that cannot be used are left out and counted. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from megalite.process.secrets import Redaction
 
 TIME_PARTS = ("compute", "tp_comm", "pp_wait", "dp_comm", "data", "optimizer", "other")
 
+# The values that readers rely on: kinds of line with a config, names of whole numbers, names of
+# numbers, names that a kind of line must have.
 _RESTARTS = ("run", "restart")
 _COUNTS = ("attempt", "step", "tokens", "consumed_tokens", "parameters", "memory_peak_bytes")
 _NUMBERS = ("loss", "grad_norm", "lr", "step_time_s", "mfu", "mfu_causal", "seconds")
@@ -42,30 +44,29 @@ _NEEDED = {"step": ("step", "loss"), "eval": ("step", "loss"), "restart": ("step
 
 @dataclass
 class Lines:
-    """The sound lines of a metrics.jsonl, oldest first, and the numbers of the others."""
+    """The sound lines of a metrics.jsonl, oldest first, and the line numbers of damaged ones."""
 
     sound: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)  # line numbers, from 1
 
     def damage(self) -> str | None:
-        """The damage in a sentence, or None."""
+        """A sentence about the damaged lines; None if there are none."""
         if not self.damaged:
             return None
-        one = len(self.damaged) == 1
-        count = "1 line" if one else f"{len(self.damaged)} lines"
+        if len(self.damaged) == 1:
+            subject = "1 line of metrics.jsonl cannot be used and is left out"
+        else:
+            subject = f"{len(self.damaged)} lines of metrics.jsonl cannot be used and are left out"
         shown = ", ".join(str(number) for number in self.damaged[:5])
         more = ", ..." if len(self.damaged) > 5 else ""
-        return (
-            f"{count} of metrics.jsonl cannot be used and {'is' if one else 'are'} left out: "
-            f"line {shown}{more}"
-        )
+        return f"{subject}: line {shown}{more}"
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Hold a run folder until the result is closed or this process ends.
+    """Lock a run folder until the returned file is closed or this process ends.
 
-    ConfigError if another process holds it: two runs would mix their records and delete each
-    other's unfinished checkpoints.
+    Raises ConfigError if another process has locked it: two runs would mix their records and delete
+    each other's unfinished checkpoints.
     """
     file = (folder / "lock").open("w", encoding="utf-8")
     try:
@@ -79,7 +80,7 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 class MetricsFile:
-    """Appends to a run's metrics.jsonl. Lines carry `attempt`, counted from 1."""
+    """Appends lines to a run's metrics.jsonl. `attempt` numbers the processes that did, from 1."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +92,10 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one line and flush it; numbers that JSON cannot say (nan, inf) become strings."""
+        """Append one line and flush it; numbers that JSON lacks (nan, inf) become strings.
+
+        Raises MegaliteError if the file cannot be written.
+        """
         line = {"kind": kind, "attempt": self.attempt, **values}
         try:
             self._file.write(json.dumps(plain(line, self._hide), allow_nan=False) + "\n")
@@ -112,8 +116,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Lines:
-    """A metrics.jsonl as it is: lines cut by a crash, or whose values are of another kind than
-    their names say, are told by number. No file: no lines.
+    """The lines of a metrics.jsonl; none if there is no file.
+
+    Damaged are lines cut by a crash and lines with a value of another type than its name requires.
     """
     lines = Lines()
     if not path.is_file():
@@ -133,7 +138,7 @@ def _texts(path: Path) -> Iterator[bytes]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A line's record; None for one that is empty or cut."""
+    """A line's record; None for a line that is empty or cut."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -142,7 +147,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Whether the values that readers count on are there and of their kind."""
+    """True if the values that readers rely on exist and have their type."""
     kind = record["kind"]
     needed = _NEEDED.get(kind, ())
     if any(record.get(name) is None for name in needed):
@@ -150,9 +155,9 @@ def _is_sound(record: dict[str, Any]) -> bool:
     if kind in _RESTARTS and not isinstance(record.get("config", {}), dict):
         return False
     times = [name for name in record if name.startswith("time_")]
-    return all(_is_count(record[n]) for n in _COUNTS if record.get(n) is not None) and all(
-        _is_number(record[n]) for n in (*_NUMBERS, *times) if record.get(n) is not None
-    )
+    counts = [record[name] for name in _COUNTS if record.get(name) is not None]
+    numbers = [record[name] for name in (*_NUMBERS, *times) if record.get(name) is not None]
+    return all(map(_is_count, counts)) and all(map(_is_number, numbers))
 
 
 def _is_count(value: Any) -> bool:
@@ -160,14 +165,14 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """A number, or what a number that JSON cannot say was written as."""
+    """True for a number, also one that JSON lacks and `plain` has written as a string."""
     if isinstance(value, str):
         return value in ("nan", "inf", "-inf")
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _repair_last_line(path: Path) -> None:
-    """Remove a line that a crash cut, or end it if only its end is missing."""
+    """Remove a last line that a crash cut; if it lacks only the line end, append that."""
     content = path.read_bytes() if path.is_file() else b""
     whole, newline, last = content.rpartition(b"\n")
     if not last:
@@ -181,8 +186,9 @@ def _repair_last_line(path: Path) -> None:
 
 
 def plain(value: Any, hide: Callable[[str], str] = str) -> Any:
-    """A value as JSON can say it: numbers that are not finite as "nan", "inf" or "-inf"; texts
-    as `hide` leaves them.
+    """A value that JSON can express: numbers that are not finite become "nan", "inf" or "-inf".
+
+    Strings go through `hide`.
     """
     if isinstance(value, dict):
         return {key: plain(item, hide) for key, item in value.items()}

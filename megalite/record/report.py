@@ -1,6 +1,6 @@
-"""A finished run in a page: losses, where the time of a step went, and the loss curve as a PNG.
+"""The report of a finished run: losses, the time of a step by part, the loss curve as a PNG.
 
-Reads only metrics.jsonl, however damaged; what it cannot use it counts. Knows no torch.
+Reads only metrics.jsonl, however damaged; lines that it cannot use it counts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's metrics say, without what a later attempt did again or undid."""
+    """A run's metrics, without the lines that a later attempt repeated or rolled back."""
 
     head: dict[str, Any]  # the run line
     steps: list[dict[str, Any]]
@@ -36,7 +36,7 @@ class RunRecord:
 
 
 def read_run(run: Path) -> RunRecord:
-    """A run folder's record. A loss that was not finite is a float again.
+    """Read a run folder's metrics; a loss that was not finite is a float again.
 
     Raises DataError for a folder without a run line or without steps.
     """
@@ -46,6 +46,7 @@ def read_run(run: Path) -> RunRecord:
     evals: dict[tuple[int, str], dict[str, Any]] = {}
     for line in lines.sound:
         if line["kind"] == "restart":
+            # The attempt goes on after this step: later lines belong to what was rolled back.
             steps = {step: kept for step, kept in steps.items() if step <= line["step"]}
             evals = {key: kept for key, kept in evals.items() if key[0] <= line["step"]}
         elif line["kind"] == "step":
@@ -76,14 +77,14 @@ def _nothing_to_report(run: Path, lines: Lines) -> str:
 
 
 def vocab_size(record: RunRecord) -> int | None:
-    """The model's vocabulary, if the run line says it."""
+    """The model's vocabulary size; None if the run line does not have it."""
     model = record.head.get("config", {}).get("model")
     size = model.get("vocab_size") if isinstance(model, dict) else None
     return size if isinstance(size, int) and size > 0 else None
 
 
 def summary(record: RunRecord) -> list[str]:
-    """What to know of a run, line by line."""
+    """The lines about a run's length, size and losses."""
     steps, parameters = record.steps, record.head.get("parameters")
     tokens = steps[-1].get("consumed_tokens")
     count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
@@ -105,9 +106,9 @@ def summary(record: RunRecord) -> list[str]:
 
 
 def time_table(record: RunRecord) -> list[str]:
-    """Where the time of a median step went, mean over ranks; the first step is left out."""
+    """Lines with the mean time of each part of a step, mean over ranks, without the first step."""
     names = ["step_time_s", *(f"time_{part}_s" for part in TIME_PARTS)]
-    timed = [line for line in record.steps if all(_is_positive(line.get(n), n) for n in names)]
+    timed = [line for line in record.steps if all(_is_usable_time(line.get(n), n) for n in names)]
     steady = timed[1:] or timed
     if not steady:
         return ["no step has its time split"]
@@ -120,19 +121,21 @@ def time_table(record: RunRecord) -> list[str]:
 
 
 def _short(count: int | None) -> str:
-    """A count in millions, or as it is where that would show nothing."""
+    """A count in millions, or in full below 10,000, where millions would show little."""
     if count is None:
         return "n/a"
     return f"{count / 1e6:.2f}M" if count >= 10_000 else str(count)
 
 
-def _is_positive(value: Any, name: str) -> bool:
-    """Whether a step's time can be shown: a part may be 0, the whole may not."""
-    return isinstance(value, (int, float)) and (value > 0 or (name != "step_time_s" and value == 0))
+def _is_usable_time(value: Any, name: str) -> bool:
+    """True if a time can be shown: a part of a step may take 0 s, the whole step may not."""
+    if not isinstance(value, (int, float)):
+        return False
+    return value > 0 if name == "step_time_s" else value >= 0
 
 
 def draw_losses(record: RunRecord, title: str, out: Path) -> Path:
-    """Write the loss curve (training, validation, what guessing would give) to `out` as PNG."""
+    """Write the losses by step (training, validation, uniform guessing) to `out` as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

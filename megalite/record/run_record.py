@@ -1,6 +1,6 @@
-"""What a run's first line and a step's line say, and the lines on the console when a run starts.
+"""The values of a run's first line and of a step's line, and the console's lines at its start.
 
-Pure: facts in, values out. records.py documents the names.
+Pure functions. records.py documents the names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_record(
     memory: MemoryReport,
     kernels: dict[str, Any],
 ) -> dict[str, Any]:
-    """The values of a `run` or `restart` line: what runs, on what, with which software."""
+    """The values of a `run` or `restart` line: the config, the hardware, the software."""
     return {
         "time": time.time(),
         "config": config.model_dump(mode="json"),
@@ -52,7 +52,7 @@ def run_lines(
     memory: MemoryReport,
     kernels: str,
 ) -> list[str]:
-    """What is about to run, in a few lines."""
+    """The console's lines about a run that starts: layout, memory, FLOPs."""
     parallel, parameters = config.parallel, parameter_counts(config.model).total
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return [
@@ -77,7 +77,7 @@ def step_record(
     global_batch: int,
     consumed_samples: int,
 ) -> dict[str, Any]:
-    """What a `step` line says beside step, loss and learning rate."""
+    """The values of a `step` line beside step, loss and learning rate."""
     seq_length = config.data.seq_length
     return {
         "grad_norm": result.grad_norm,

@@ -1,7 +1,7 @@
-"""Where a run's lines go: metrics.jsonl, which is the record, and views of it beside.
+"""The outputs for a run's lines: metrics.jsonl, which is the record, and views of it.
 
 A view (TensorBoard, wandb) gets every line after the file has it, under the names of `scalars`. A
-view that fails is told of once and left; it never ends or holds up a run. Rank 0 only.
+view that fails is dropped with one warning; it never ends or delays a run. Rank 0 only.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Sink(Protocol):
     name: str
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take a line, with its `kind` and `attempt`."""
+        """Take the values of a line, with its `kind` and `attempt`."""
 
     def close(self, exit_code: int) -> None:
-        """Write out what is left."""
+        """Write out buffered values and end; `exit_code` is the run's."""
 
 
 class Recorder:
-    """Writes lines to metrics.jsonl and on to the views that the config asks for."""
+    """Writes lines to metrics.jsonl and passes them on to the views that the config asks for."""
 
     def __init__(self, folder: Path, config: RunConfig, warn: Warn) -> None:
         self._file = MetricsFile(folder / "metrics.jsonl")
@@ -41,14 +41,14 @@ class Recorder:
         return self._file.attempt
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one line. Raises MegaliteError if the file cannot take it, for no view's sake."""
+        """Append one line. Raises MegaliteError if the file cannot be written; never for a view."""
         self._file.write(kind, **values)
         record = {"kind": kind, "attempt": self.attempt, **values}
         for sink in list(self._sinks):
             self._guarded(sink, partial(sink.write, record))
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether the record has a line of this kind for a step, of this attempt or another."""
+        """True if the record has a line of this kind for a step, of any attempt."""
         lines = read_lines(self._file.path).sound
         return any(line["kind"] == kind and line.get("step") == step for line in lines)
 
@@ -70,7 +70,7 @@ class Recorder:
 
 
 def open_sinks(folder: Path, config: RunConfig, warn: Warn) -> list[Sink]:
-    """The views that a config asks for. Their packages must be there (`checks.packages`)."""
+    """The views that a config asks for. Their packages must be installed (`checks.packages`)."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
         from megalite.record.tensorboard_sink import TensorBoardSink

@@ -1,10 +1,10 @@
-"""Where the time of a step goes on one rank: laps of the step, and the waits inside each.
+"""The time of a step on one rank, split into parts: laps of the step, and the waits inside each.
 
-A step is measured from one step's end to the next (`finish`), without a gap: every second belongs
-to one lap, and inside a lap to the axis that was waited for or to the lap's own part. All marks are
-the device's: on CUDA events on the compute stream, so a collective counts for as long as it kept
-the stream from computing, and is free where it was hidden. They are read once a step, at its end,
-where agreeing on the loss has synchronised the device anyway.
+A step lasts from the end of the previous one to its own (`finish`), without a gap: every second
+belongs to one lap, and inside a lap to the axis that was waited for or to the lap's own part. Times
+are taken on the device: on CUDA by events on the compute stream, so a collective counts for as long
+as it kept the stream from computing, and not at all where it was hidden. The events are read once a
+step, at its end, where the exchange of the loss has synchronised the device anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megalite.distributed.clock import Mark, seconds_between
 from megalite.distributed.ledger import Ledger
 from megalite.record.records import TIME_PARTS
 
-# Which part waiting on an axis belongs to. The world waits for its slowest rank: see `drain`.
+# axis -> the part that waiting on it counts as. The axis of the whole world is not here: its part
+# depends on the lap, see `drain`.
 _PART_OF_AXIS = {
     "tp": "tp_comm",
     "dp": "dp_comm",
@@ -29,7 +30,7 @@ _PART_OF_AXIS = {
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One rank's step: seconds by the host's clock, and the device's seconds in each part."""
+    """The times of one rank's step: `wall_s` by the host's clock, `parts_s` by the device's."""
 
     wall_s: float
     parts_s: dict[str, float]
@@ -40,15 +41,15 @@ class _Lap:
     part: str
     began: Mark
     ended: Mark
-    waits: list[tuple[str, Mark, Mark]]
+    waits: list[tuple[str, Mark, Mark]]  # (axis, begin, end) inside the lap
 
 
 class StepClock:
-    """Splits one rank's steps into `TIME_PARTS`. `begin`, then laps, then `finish`, over and over.
+    """Splits one rank's steps into `TIME_PARTS`: `begin` once, then laps and `finish` each step.
 
-    `drain` is the part that waiting for the whole world is counted as while the optimizer runs: the
-    norm is the first thing for which a rank waits for all others, so with pipeline stages it is
-    there that the end of the bubble shows.
+    `drain` is the part that waiting for the whole world counts as while the optimizer runs. The
+    gradient norm is the first thing in a step that all ranks wait for, so with pipeline stages the
+    end of the bubble appears in that wait.
     """
 
     def __init__(self, ledger: Ledger, drain: str = "other") -> None:
@@ -59,14 +60,14 @@ class StepClock:
         self._mark: Mark = 0.0
 
     def begin(self) -> None:
-        """Start measuring here: what lies before belongs to no step."""
+        """Begin the first step now; the time before belongs to no step."""
         self.stop()
         self._ledger.waits = []
         self._began_s = time.perf_counter()
         self._mark = self._ledger.clock.mark()
 
     def lap(self, part: str) -> None:
-        """What happened since the last lap, waits apart, was `part`."""
+        """Count the time since the last lap as `part`, except for waits, which count by axis."""
         waits = self._ledger.waits or []
         self._ledger.waits = []
         now = self._ledger.clock.mark()
@@ -74,7 +75,7 @@ class StepClock:
         self._mark = now
 
     def finish(self) -> StepTimes:
-        """End the step now and begin the next. Call it with the device synchronised."""
+        """End the step now and begin the next. Call it when the device is synchronised."""
         self.lap("other")
         now_s = time.perf_counter()
         parts_s = dict.fromkeys(TIME_PARTS, 0.0)
@@ -86,7 +87,7 @@ class StepClock:
         return times
 
     def stop(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._drop()
         self._recycle(self._ledger.waits or [])
         self._ledger.waits = None
@@ -104,7 +105,7 @@ class StepClock:
         return _PART_OF_AXIS.get(axis, drain)
 
     def _drop(self) -> None:
-        """Forget the laps; their marks are used again, but for the one the next lap begins at."""
+        """Forget the laps and recycle their marks, except the one at which the next lap begins."""
         for lap in self._laps:
             self._ledger.clock.recycle([lap.began])
             self._recycle(lap.waits)
@@ -116,5 +117,11 @@ class StepClock:
 
 
 def drain_part(pp: int, dp: int) -> str:
-    """What waiting for the whole world's norm means in a layout: the next axis that is uneven."""
-    return "pp_wait" if pp > 1 else "dp_comm" if dp > 1 else "tp_comm"
+    """The part that waiting for the whole world's norm counts as, by the sizes of the axes.
+
+    It is that of the first axis larger than 1, in the order pp, dp, tp, whose ranks may arrive at
+    different times.
+    """
+    if pp > 1:
+        return "pp_wait"
+    return "dp_comm" if dp > 1 else "tp_comm"

@@ -1,8 +1,8 @@
 """The console's line of a step: megalite's own, or one shaped as Megatron-LM's.
 
-Scripts that read Megatron's logs find `log.format = "megatron"` under the names and number formats
-they look for; there, as in Megatron, loss and time are means over the steps since the last line.
-Counts and prints nothing else; metrics.jsonl has every step.
+With `log.format = "megatron"` lines have the names and number formats that scripts for Megatron's
+logs look for; there, as in Megatron, loss and time are means over the steps since the last line.
+Returns lines and prints nothing; metrics.jsonl has every step.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from megalite.record.metrics import Device, device_memory_text
 
 
 class StepLines:
-    """Lines for the steps of a run. Give it every step; it says something at `log.interval`."""
+    """The console's lines of a run: takes every step, returns a line each `log.interval` steps."""
 
     def __init__(self, config: RunConfig, device: Device, total_steps: int) -> None:
         self._config, self._device, self._total = config, device, total_steps
         self._since: list[tuple[dict[str, Any], bool]] = []  # steps since the last line
 
     def step(self, record: dict[str, Any], skipped: bool) -> str | None:
-        """The line to print after a step, or None; `skipped`: its update was not applied."""
+        """The line to print after a step, or None.
+
+        `record` has the values of the step's line; `skipped`: its update was not applied.
+        """
         self._since.append((record, skipped))
         config, step = self._config, record["step"]
         if step % config.log.interval and step != self._total:
@@ -45,7 +48,7 @@ class StepLines:
 
 
 def step_line(line: dict[str, Any], total_steps: int, device: Device) -> str:
-    """megalite's line of a step record."""
+    """The line of a step in megalite's own format."""
     used = line["mfu_causal"]
     unit = "gpu" if device.is_gpu else "rank"
     parts = [
@@ -63,15 +66,19 @@ def step_line(line: dict[str, Any], total_steps: int, device: Device) -> str:
 
 
 def megatron_line(since: list[tuple[dict[str, Any], bool]], total_steps: int) -> str:
-    """The last of some steps as Megatron-LM prints it (`training_log` of its training loop).
+    """The line of the last step in Megatron-LM's format (`training_log` of its training loop).
 
-    `since`: (step record, whether its update was skipped) of the steps since the last line.
+    `since`: (step record, True if its update was skipped) of the steps since the last line.
     """
     last, _ = since[-1]
     losses = [record["loss"] for record, skipped in since if not skipped]
     seconds = fmean(record["step_time_s"] for record, _ in since)
     tflops = fmean(record["model_tflops_per_gpu"] for record, _ in since)
     num_nan = sum(not math.isfinite(record["loss"]) for record, _ in since)
+    num_skipped = sum(skipped for _, skipped in since)
+
+    # If all steps were skipped there is no loss to average, and the line has none.
+    loss = [f"lm loss: {fmean(losses):.6E}"] if losses else []
     parts = [
         f"iteration {last['step']:8d}/{total_steps:8d}",
         f"consumed samples: {last['consumed_samples']:12d}",
@@ -79,10 +86,10 @@ def megatron_line(since: list[tuple[dict[str, Any], bool]], total_steps: int) ->
         f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}",
         f"learning rate: {last['lr']:.6E}",
         f"global batch size: {last['global_batch']:5d}",
-        *([f"lm loss: {fmean(losses):.6E}"] if losses else []),
+        *loss,
         f"loss scale: {last['loss_scale']:.1f}",
         f"grad norm: {last['grad_norm']:.3f}",
-        f"number of skipped iterations: {sum(skipped for _, skipped in since):3d}",
+        f"number of skipped iterations: {num_skipped:3d}",
         f"number of nan iterations: {num_nan:3d}",
     ]
     now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""A run's lines as TensorBoard events, in the run folder's `tensorboard`.
+"""The view of a run in TensorBoard: events in the run folder's `tensorboard`.
 
 Each attempt writes a file of its own. After a rollback TensorBoard shows the later attempt; the
 events of the earlier one stay in their file.
@@ -11,11 +11,11 @@ from typing import Any
 
 from megalite.record.views import scalars
 
-_FLUSH_S = 30
+_FLUSH_S = 30  # seconds between two writes of the file
 
 
 class TensorBoardSink:
-    """Scalars by step, and the config as text."""
+    """Writes scalars by step, and the config as text."""
 
     name = "TensorBoard"
 
@@ -38,6 +38,7 @@ class TensorBoardSink:
     def _open(self, record: dict[str, Any]) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        # A later attempt hides the events of steps that it does again.
         first = None if record["kind"] == "run" else record["step"] + 1
         self._writer = SummaryWriter(str(self._folder), purge_step=first, flush_secs=_FLUSH_S)
         self._writer.add_text("config", _as_table(record["config"]), record["step"])

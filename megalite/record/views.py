@@ -1,4 +1,4 @@
-"""The names under which views of a run (TensorBoard, wandb) show its numbers. Knows no view."""
+"""The names under which views of a run (TensorBoard, wandb) show its numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _NOT_SCALARS = ("kind", "attempt", "step")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line under the names that views show: `train/loss`, `perf/mfu`,
-    `memory/memory_peak_bytes`, `eval/NAME/loss`, `train/grad_norms/GROUP`,
-    `train/param_stats/PARAMETER/rms`. Lines without numbers to plot give none.
+    """The numbers of a line by the names that views show; empty for a line without any to plot.
+
+    Names are `train/loss`, `perf/mfu`, `memory/memory_peak_bytes`, `eval/NAME/loss`,
+    `train/grad_norms/GROUP`, `train/param_stats/PARAMETER/rms`.
     """
     if record["kind"] == "step":
         numbers = {k: v for k, v in record.items() if k not in _NOT_SCALARS}
@@ -33,6 +34,7 @@ def _folder(name: str) -> str:
 
 
 def _flat(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of all numbers in nested dicts, the names joined by "/"."""
     for name, value in numbers.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")

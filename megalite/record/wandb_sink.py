@@ -1,11 +1,11 @@
-"""A run's lines in Weights & Biases, from a thread of its own: training never waits for it.
+"""The view of a run in Weights & Biases, in a thread of its own: training never waits for it.
 
-The thread finds out whether the service can be reached, starts the run, sends lines, finishes.
+The thread checks that the service can be reached, starts the run, sends lines, and finishes it.
 Without a key, a network or an answer in time the run is kept offline or left out, with one warning;
-metrics.jsonl has everything. The run's id lies in the run folder (`wandb_id`), so a later attempt
-goes on with the same run. Steps are a metric of their own (`step`), not wandb's counter, which
-drops what is at or below its last one: after a rollback both attempts are there, told apart by
-`attempt`. Keys are wandb's business: they come from where wandb looks for them and go nowhere.
+metrics.jsonl has everything. The run's id is kept in the run folder (`wandb_id`), so a later
+attempt continues the same run. Steps are a metric of their own (`step`), not wandb's counter, which
+drops values at or below its last one: after a rollback both attempts are there, distinguished by
+`attempt`. wandb itself looks for its key; the code here checks that there is one, and stores none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalite.config import WandbConfig
 from megalite.record.views import Warn, scalars
 
 _PROBE_S = 5.0  # to open a connection
-_MAX_WAITING = 100_000  # lines kept while the run has not started
+_MAX_WAITING = 100_000  # lines in the queue; they wait while the run starts
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -40,6 +40,7 @@ class WandbSink:
     ) -> None:
         self._config, self._folder, self._run_name = config, folder, run_name
         self._warn, self._module = warn, module
+        # Lines to send; a number is the exit code, after which the thread ends.
         self._lines: queue.Queue[dict[str, Any] | int] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
@@ -47,9 +48,9 @@ class WandbSink:
         self._deadline_s = 0.0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Hand a line over; the first one, with the config, starts the thread."""
+        """Queue a line; the first one, which has the config, starts the thread. Never waits."""
         if self._thread is None:
-            # time for a start online that fails, and one offline
+            # Time for a start online that fails, and for one offline.
             self._deadline_s = time.monotonic() + 2 * self._config.timeout_s
             self._thread = threading.Thread(
                 target=self._work, args=(record.get("config", {}),), name="wandb", daemon=True
@@ -66,7 +67,7 @@ class WandbSink:
                 self._give_up("takes lines more slowly than the run writes them")
 
     def close(self, exit_code: int) -> None:
-        """Finish the run, for no longer than its start may still take or `timeout_s`."""
+        """Finish the run; waits for `timeout_s`, or until the start's deadline if that is later."""
         if self._thread is None or self._given_up.is_set():
             return
         self._lines.put(exit_code, timeout=self._config.timeout_s)
@@ -112,7 +113,7 @@ class WandbSink:
 
     def _init(self, config: dict[str, Any], mode: str) -> Any:
         wandb, chosen = self._wandb(), self._config
-        # Nothing of the host's code or repository, whose address may hold a token.
+        # Nothing of the host's code or repository is sent: its address may contain a token.
         settings = wandb.Settings(
             console="off",
             disable_git=True,
@@ -142,8 +143,11 @@ class WandbSink:
         )
 
     def _mode(self, settings: Any) -> str:
-        """How to run: as wandb's own settings say where they are not online, else as the config
-        says and the network allows.
+        """The mode of the run: "online", "offline" or "disabled".
+
+        "offline" by the config always holds; "auto" follows wandb's own settings where they are
+        "offline" or "disabled". Otherwise "online" if there is a key and the service is reachable,
+        else "offline".
         """
         asked = self._config.mode
         if asked == "offline":
@@ -163,7 +167,7 @@ class WandbSink:
 
 
 def run_id(folder: Path) -> str:
-    """The wandb id of a run folder, made on first use."""
+    """The wandb id of a run folder, created on first use."""
     path = folder / "wandb_id"
     if not path.is_file():
         path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
@@ -171,7 +175,7 @@ def run_id(folder: Path) -> str:
 
 
 def has_key(settings: Any, url: str) -> bool:
-    """Whether wandb would find a key without asking a person."""
+    """True if wandb would find a key without asking a person."""
     if getattr(settings, "api_key", None) or getattr(settings, "identity_token_file", None):
         return True
     try:
@@ -181,7 +185,7 @@ def has_key(settings: Any, url: str) -> bool:
 
 
 def reachable(url: str, timeout_s: float = _PROBE_S) -> bool:
-    """Whether a connection to the service, or to the proxy in front of it, can be opened."""
+    """True if a connection to the service, or to the proxy in front of it, can be opened."""
     scheme = urlsplit(url).scheme
     target = urlsplit(urllib.request.getproxies().get(scheme, url))
     port = target.port or _PORTS.get(target.scheme, 443)

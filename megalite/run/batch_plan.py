@@ -1,10 +1,10 @@
-"""How many samples each step takes, and where in the data it starts: pure functions of the step.
+"""The batch size of each step and its position in the data: pure functions of the step.
 
 The batch may grow in stages, as with Megatron's `--rampup-batch-size`: with `n` stages from
 `batch_ramp_start` up by `batch_ramp_increment` to below `global_batch`, stage k holds while fewer
-than `(k + 1) / n` of the ramp's samples (or tokens) are consumed. A stage ends at the first step's
-edge at or beyond that. A run that was resumed with another batch goes on from the samples it had
-consumed, so the stages behind it are part of its plan. Reads no data and knows no ranks.
+than `(k + 1) / n` of the ramp's samples (or tokens) are consumed. A stage ends at the first end of
+a step at or beyond that. A run that is resumed with another batch continues after the samples it
+has consumed, so its past stages are part of its plan. Reads no data and knows no ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.config import RunConfig
+from megalite.layout.topology import Topology
 
 
-class Stage(NamedTuple):
-    """Steps of one size: from `first_step` on, which starts at sample `first_sample` of the run."""
+class BatchStage(NamedTuple):
+    """A stage of the batch ramp: steps of `global_batch` samples from `first_step` on.
+
+    `first_sample` is the run's sample at which `first_step` starts.
+    """
 
     first_step: int
     first_sample: int
@@ -27,16 +31,16 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """All stages of a run, by step; the first starts at step 0, the last has no end."""
+    """All batch stages of a run, by step; the first starts at step 0, the last has no end."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[BatchStage, ...]
 
     def global_batch(self, step: int) -> int:
         """Samples of `step` (from 0), over all ranks."""
         return self._stage(step).global_batch
 
     def first_sample(self, step: int) -> int:
-        """Samples that the steps before `step` consume: the position in the data."""
+        """Number of samples that the steps before `step` consume: the position in the data."""
         stage = self._stage(step)
         return stage.first_sample + (step - stage.first_step) * stage.global_batch
 
@@ -46,16 +50,16 @@ class BatchPlan:
         left = samples - stage.first_sample
         return stage.first_step + -(-left // stage.global_batch)
 
-    def before(self, step: int) -> list[Stage]:
-        """The stages that steps before `step` belong to: what a checkpoint at `step` keeps."""
+    def before(self, step: int) -> list[BatchStage]:
+        """The stages of the steps before `step`, which a checkpoint at `step` stores."""
         return [stage for stage in self.stages if stage.first_step < step]
 
-    def _stage(self, step: int) -> Stage:
+    def _stage(self, step: int) -> BatchStage:
         assert step >= 0, f"step {step} is negative"
         return self.stages[bisect_right(self.stages, step, key=lambda s: s.first_step) - 1]
 
 
-def batch_plan(config: RunConfig, past: Sequence[Stage] = (), step: int = 0) -> BatchPlan:
+def batch_plan(config: RunConfig, past: Sequence[BatchStage] = (), step: int = 0) -> BatchPlan:
     """The plan of a run, or of its rest from `step` on after the `past` stages."""
     done = BatchPlan(tuple(past)) if past else None
     sample = done.first_sample(step) if done is not None else 0
@@ -73,6 +77,12 @@ def horizon_steps(config: RunConfig, plan: BatchPlan) -> int:
     return plan.steps_for(-(-config.train.tokens // config.data.seq_length))
 
 
+def num_micro_batches(config: RunConfig) -> int:
+    """Microbatches of each replica in a step of the full global batch."""
+    train = config.train
+    return train.global_batch // (train.micro_batch * Topology.of(config.parallel).dp)
+
+
 def ramp_sizes(config: RunConfig) -> list[int]:
     """The batches of the ramp, without the final one; empty where there is no ramp."""
     start, increment = config.train.batch_ramp_start, config.train.batch_ramp_increment
@@ -81,8 +91,8 @@ def ramp_sizes(config: RunConfig) -> list[int]:
     return list(range(start, config.train.global_batch, increment))
 
 
-def _stages(config: RunConfig, step: int, sample: int) -> Iterator[Stage]:
-    """The stages from (step, sample) on; those that are over by then are left out."""
+def _stages(config: RunConfig, step: int, sample: int) -> Iterator[BatchStage]:
+    """The stages of a config from (step, sample) on; those that have ended are left out."""
     train = config.train
     sizes = ramp_sizes(config)
     # lengths in one unit: samples, or tokens of seq_length to the sample
@@ -92,7 +102,7 @@ def _stages(config: RunConfig, step: int, sample: int) -> Iterator[Stage]:
         left = length * (index + 1) - sample * unit * len(sizes)
         if left <= 0:
             continue
-        yield Stage(step, sample, size)
+        yield BatchStage(step, sample, size)
         steps = -(-left // (len(sizes) * size * unit))
         step, sample = step + steps, sample + steps * size
-    yield Stage(step, sample, train.global_batch)
+    yield BatchStage(step, sample, train.global_batch)

@@ -1,7 +1,7 @@
-"""What a GPU and its links can do: presets in configs/hardware/*.toml, found by device name.
+"""Data sheet figures of GPUs and their links: presets in configs/hardware/*.toml, by device name.
 
-A device that no preset names is unknown: the answer is None, never that of a similar device.
-Holds data sheet figures only; what a kernel or a fabric really reaches is the planner's business.
+A device that no preset names is unknown: the answer is None, never that of a similar device. Rates
+that a kernel or a fabric reaches in practice are not kept here.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def find_device(device_name: str) -> Hardware | None:
 
 
 def named_hardware(name: str) -> Hardware:
-    """A preset by its file's name, such as h100, or a hardware file of the user's own.
+    """A preset by its file's name, such as h100, or a user's hardware file by its path.
 
-    Raises ConfigError.
+    Raises ConfigError for a name that is neither, and as `load_hardware`.
     """
     known = presets()
     if name.lower() in known:
@@ -72,8 +72,8 @@ def named_hardware(name: str) -> Hardware:
     )
 
 
-def own_device(path: str | Path, device_name: str) -> Hardware:
-    """A hardware file of the user's own; ConfigError unless it names the device."""
+def load_device_hardware(path: str | Path, device_name: str) -> Hardware:
+    """Read a user's hardware file for a device; ConfigError unless it names the device."""
     hardware = load_hardware(path)
     if device_name.strip() not in hardware.device_names:
         raise ConfigError(
@@ -97,12 +97,12 @@ def peak_of(hardware: Hardware, number_format: str) -> float | None:
 
 
 def number_format(dtype: str, tf32: bool) -> str:
-    """What matrix products of a config's dtype run in: "tf32" for float32 where it is allowed."""
+    """The format that matrix products of a dtype run in: "tf32" for float32 where it is allowed."""
     return "tf32" if tf32 and dtype == "float32" else dtype
 
 
 def _preset_folder() -> Path:
-    """configs/hardware of the source tree, or the copy that an installed package carries."""
+    """configs/hardware of the source tree, or its copy in an installed package."""
     package = Path(__file__).resolve().parents[1]
     folders = [package.parent / "configs" / "hardware", package / "hardware_presets"]
     for folder in folders:

@@ -1,7 +1,7 @@
-"""Where warm-up, plateau and decay of the learning rate lie, in one unit: steps or tokens.
+"""Warm-up, plateau and decay of the learning rate as positions in one unit: steps or tokens.
 
-The unit is tokens as soon as one length is given in tokens; those given in steps are then turned
-into the tokens that the run's batches give them. Knows no rates (optim/lr_schedule.py does).
+The unit is tokens as soon as one length is given in tokens; lengths in steps are then converted to
+the tokens of the run's batches. Knows no rates (optim/lr_schedule.py does).
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ from megalite.config import OptimizerConfig
 
 
 @dataclass(frozen=True)
-class Phases:
-    """Positions counted from the start of the run: [0, warmup), [.., decay_start), [.., end)."""
+class LrPhases:
+    """Ends of the phases, counted from the start of the run.
+
+    Warm-up is [0, warmup), the plateau [warmup, decay_start), the decay [decay_start, end).
+    """
 
     unit: str  # "steps" or "tokens"
     warmup: int
     decay_start: int
     end: int
-    run: int  # the whole run
+    run: int  # end of the run
 
 
 def lr_phases(
     config: OptimizerConfig, total_steps: int, tokens_before: Callable[[int], int] | None = None
-) -> Phases:
-    """The phases of a run of `total_steps`; `tokens_before(step)` is needed where tokens are."""
+) -> LrPhases:
+    """The phases of a run of `total_steps`.
+
+    `tokens_before(step)` is the number of tokens before a step; needed if a length is in tokens.
+    """
     unit = "tokens" if counts_tokens(config) else "steps"
     assert unit == "steps" or tokens_before is not None, "a length in tokens needs their count"
 
@@ -42,10 +48,10 @@ def lr_phases(
         start = position(max(0, end_steps - last))
         if config.wsd_decay_tokens is not None:
             start = max(0, end - config.wsd_decay_tokens)
-    return Phases(unit, warmup, start, end, position(total_steps))
+    return LrPhases(unit, warmup, start, end, position(total_steps))
 
 
 def counts_tokens(config: OptimizerConfig) -> bool:
-    """Whether any length is given in tokens."""
+    """True if any length is given in tokens."""
     given = (config.warmup_tokens, config.decay_tokens, config.wsd_decay_tokens)
     return any(tokens is not None for tokens in given)

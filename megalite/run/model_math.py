@@ -18,7 +18,7 @@ The MFU rule, stated here and nowhere else:
 * Tokens are input tokens of the step, masked or not; the peak is the dense one of hardware.py, and
   an unknown device has no MFU.
 
-Knows no torch, and nothing of how long anything takes.
+Knows no torch and no times.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class Flops:
 
     @property
     def matmul_weights(self) -> int:
-        """Everything but the scores: 2 FLOPs for each weight that multiplies."""
+        """All terms but the scores: 2 FLOPs for each weight that multiplies."""
         return self.embedding + self.qkv + self.attention_out + self.mlp + self.head
 
     @property
     def total_full(self) -> int:
-        """With every token attending to the whole sequence."""
+        """The sum of all terms, with every token attending to the whole sequence."""
         return self.matmul_weights + self.attention_full
 
     @property
     def total_causal(self) -> int:
-        """With the scores that the causal mask and a sliding window leave."""
+        """The sum of all terms, with the scores that causal mask and sliding window leave."""
         return self.matmul_weights + self.attention_causal
 
 

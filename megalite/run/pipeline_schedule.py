@@ -1,8 +1,9 @@
-"""Which pipeline schedule a config means, and which stages a pipeline rank then holds."""
+"""The pipeline schedule of a config, and modelled times of its stages."""
 
 from __future__ import annotations
 
 from megalite.config import RunConfig
+from megalite.run.batch_plan import num_micro_batches
 from megalite.run.model_math import forward_flops
 from megalite.run.stages import stage_layer_counts
 from megalite.schedules import Durations, Schedule, build, recompute
@@ -11,12 +12,12 @@ from megalite.schedules.tune import AUTO, tune
 
 
 def schedule_name(config: RunConfig) -> str:
-    """What a resolved config's schedule is called, the automatic one by what was chosen."""
+    """The name of a resolved config's schedule; for "auto", the name of the one chosen."""
     parallel, name = config.parallel, str(config.pipeline.schedule)
     if name != AUTO:
         return name
     # Chosen for the full batch: while a batch grows, stages must not change their ranks.
-    full = config.train.global_batch // (config.train.micro_batch * (parallel.dp or 1))
+    full = num_micro_batches(config)
     limit, times = config.pipeline.max_activations, modelled_durations(config)
     fused = config.train.recompute in ("full", "stage")
     return tune(parallel.pp, parallel.vpp, full, times, limit, fused=fused)[0].name
@@ -38,9 +39,9 @@ def make_schedule(config: RunConfig, num_micro_batches: int) -> Schedule:
 def modelled_durations(config: RunConfig) -> Durations:
     """Relative times of every stage from the FLOPs of its layers and head; hops are free.
 
-    An input gradient multiplies as often as the forward, with attention twice, and does again what
-    is recomputed with it; a weight gradient as often as the forward without attention, which has no
-    weights.
+    An input gradient costs the FLOPs of the forward, with attention counted twice, and those of the
+    recomputation that it needs; a weight gradient costs the FLOPs of the forward without attention,
+    which has no weights.
     """
     flops = forward_flops(config.model, config.data.seq_length)
     layers = config.model.num_layers

@@ -1,4 +1,9 @@
-"""Pipeline schedules as data: built, checked, simulated and lowered without torch."""
+"""Pipeline schedules as data: built, checked, simulated and lowered without torch.
+
+Reading order: `action` (the value), `builders` and `v_shape` (make it), `catalogue` (names),
+`check` (with `communicators`), `simulate` and `memory`, `lower` (to a program with transfers),
+`tune` (chooses one), `csv_form` (files), `view` (drawings).
+"""
 
 from megalite.schedules.action import Action, Schedule, parse
 from megalite.schedules.builders import (
@@ -8,18 +13,18 @@ from megalite.schedules.builders import (
     fuse,
     recompute,
 )
-from megalite.schedules.catalogue import KINDS, NAMES, Kind, build
+from megalite.schedules.catalogue import NAMES, SCHEDULES, NamedSchedule, build
 from megalite.schedules.check import check_posted, check_program, check_schedule
 from megalite.schedules.lower import lower, post_ahead
 from megalite.schedules.memory import peak_live
 from megalite.schedules.simulate import Durations, Timeline, simulate
 
 __all__ = [
-    "KINDS",
     "NAMES",
+    "SCHEDULES",
     "Action",
     "Durations",
-    "Kind",
+    "NamedSchedule",
     "Schedule",
     "Timeline",
     "build",

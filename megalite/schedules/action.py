@@ -1,8 +1,8 @@
-"""What a pipeline schedule is: actions in order, one list per pipeline rank.
+"""The pipeline schedule as a value: actions in order, one list per pipeline rank.
 
 Pure data, hashable, with a text form that parses back. The same value is built (`builders`),
 checked (`check`), timed (`simulate`), completed with transfers (`lower`) and executed (the
-pipeline runtime). Knows no tensors and no processes; says nothing about how long things take.
+pipeline runtime). Knows no tensors, no processes and no durations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORWARD: Final = "F"  # forward of one stage for one microbatch
 BACKWARD_INPUT: Final = "B"  # gradient with respect to the stage's input
 BACKWARD_WEIGHT: Final = "W"  # gradient with respect to the stage's weights
 RECOMPUTE: Final = "R"  # the forward again, from the kept input, for the backward that follows
-BACKWARD: Final = "BW"  # both in one go; the input gradient is there only at the end
+BACKWARD: Final = "BW"  # both in one; the input gradient exists only at the end
 SEND_FORWARD: Final = "SF"  # this stage's output leaves for the next stage
 RECV_FORWARD: Final = "RF"  # this stage's input arrives from the previous stage
 SEND_BACKWARD: Final = "SB"  # this stage's input gradient leaves for the previous stage
@@ -29,11 +29,11 @@ REDUCE: Final = "REDUCE"  # every gradient of the stage is complete
 COMPUTE: Final = frozenset({FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD, RECOMPUTE})
 SENDS: Final = frozenset({SEND_FORWARD, SEND_BACKWARD})
 RECEIVES: Final = frozenset({RECV_FORWARD, RECV_BACKWARD})
-KINDS: Final = COMPUTE | SENDS | RECEIVES | {REDUCE}
+ACTION_KINDS: Final = COMPUTE | SENDS | RECEIVES | {REDUCE}
 
 
 class Action(NamedTuple):
-    """One thing a rank does. `stage` always lives on that rank, for transfers too."""
+    """One operation of a rank. `stage` always lives on that rank, for transfers too."""
 
     kind: str
     stage: int
@@ -66,6 +66,12 @@ def requires(action: Action, num_stages: int) -> tuple[Action, ...]:
     return (Action(FORWARD, stage, mb),) if kind in (SEND_FORWARD, RECOMPUTE) else ()
 
 
+def send_carrying(result: Action) -> Action:
+    """The send that takes a result (an F or B action) to the stage that needs it."""
+    kinds = {FORWARD: SEND_FORWARD, BACKWARD_INPUT: SEND_BACKWARD}
+    return result._replace(kind=kinds[result.kind])
+
+
 def send_of(receive: Action) -> Action:
     """The send, on the neighbouring stage, whose message a receive takes."""
     if receive.kind == RECV_FORWARD:
@@ -82,11 +88,12 @@ def receive_of(send: Action) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank does in one step, in order.
+    """The actions of every pipeline rank in one step, in order.
 
-    `place[stage]` is the pipeline rank that holds the stage, `ranks[rank]` its actions, `m` the
-    number of microbatches. With compute actions only it is a schedule; `lower` adds transfers
-    and reductions and makes it a program.
+    `place` is the placement: `place[stage]` is the pipeline rank that holds the stage.
+    `ranks[rank]` are the actions of a rank, `m` is the number of microbatches. With compute actions
+    only it is a schedule; `lower` adds transfers and reductions and makes it a program. Raises
+    ScheduleError unless every rank has equally many stages.
     """
 
     m: int
@@ -173,9 +180,10 @@ def _parse_rank(rank: int, line: str) -> tuple[Action, ...]:
 def _parse_action(rank: int, index: int, word: str) -> Action:
     found = _ACTION.fullmatch(word)
     kind, stage, mb = found.groups() if found is not None else ("", "0", None)
-    if kind not in KINDS or (mb is None) != (kind == REDUCE):
+    # Only REDUCE is an action on a whole stage; all others name a microbatch.
+    if kind not in ACTION_KINDS or (mb is None) != (kind == REDUCE):
         raise ScheduleError(
             f"rank {rank}, index {index}: {word!r} is no action; expected KIND STAGE.MICROBATCH"
-            f" like F0.3 with KIND one of {', '.join(sorted(KINDS - {REDUCE}))}, or REDUCE0"
+            f" like F0.3 with KIND one of {', '.join(sorted(ACTION_KINDS - {REDUCE}))}, or REDUCE0"
         )
     return Action(kind, int(stage), -1 if mb is None else int(mb))

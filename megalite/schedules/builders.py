@@ -1,10 +1,10 @@
-"""Builders of schedules on the looped placement: who computes what, in which order.
+"""Builders of schedules on the looped placement: the compute actions of each rank, in order.
 
 Reading order: `family` (one generator for 1F1B, every interleaved schedule and the zero-bubble
 kind), `breadth_first` (GPipe), `fuse` and `recompute` (which change any schedule). They work for
-any number of microbatches m >= 1 on any number of ranks p; nothing has to divide anything. Stage s
-lives on rank s mod p as chunk s div p; `v_shape` builds on the other placement, `catalogue` gives
-names to all. Transfers are not built here but derived (`lower`).
+any number of ranks p, chunks per rank v and microbatches m, all >= 1; none has to divide another.
+Stage s lives on rank s mod p as chunk s div p; `v_shape` builds on the other placement,
+`catalogue` gives names to all. Transfers are not built here but derived (`lower`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalite.schedules.action import (
 def family(
     p: int, v: int, m: int, *, f: float = 1.0, lag: float = 0.0, group: int | None = None
 ) -> Schedule:
-    """One forward, one backward, with split B and W.
+    """A schedule of the 1F1B family: one forward, one backward, with B and W as separate actions.
 
     `f` scales the warm-up (2 is Megatron's interleaved, v > 1 deadlocks above 2), `lag` how many
     weight gradients per rank position are held back, `group` how many microbatches go through a
@@ -39,28 +39,29 @@ def family(
     if f < 0 or lag < 0:
         raise ScheduleError(f"f={f:g}, lag={lag:g}: warm-up and lag must be >= 0")
     groups = _groups(p, v, m, group)
-    table = _table(v, groups)
-    ranks = tuple(_family_rank(rank, p, v, groups, table, f, lag) for rank in range(p))
+    order = _forward_order(v, groups)
+    ranks = tuple(_family_rank(rank, p, v, groups, order, f, lag) for rank in range(p))
     return Schedule(m, looped_place(p, v), ranks)
 
 
 def _family_rank(
-    rank: int, p: int, v: int, groups: list[int], table: list[tuple[int, int]], f: float, lag: float
+    rank: int, p: int, v: int, groups: list[int], order: list[tuple[int, int]], f: float, lag: float
 ) -> tuple[Action, ...]:
-    warm = _warm_up(rank, p, v, groups, f)
-    hold = math.ceil(lag * rank)
+    warm_up = _warm_up(rank, p, v, groups, f)
+    most_deferred = math.ceil(lag * rank)
     actions: list[Action] = []
-    forwards = iter(table)
-    pending: list[Action] = []
-    for done, (mb, chunk) in enumerate(table):
-        due = warm + 1 if done == 0 else 1
+    forwards = iter(order)
+    deferred: list[Action] = []
+    # Backwards take the forwards' order with the chunks reversed: gradients come from the end.
+    for done, (mb, chunk) in enumerate(order):
+        due = warm_up + 1 if done == 0 else 1  # none once `forwards` is used up: the cool-down
         actions += [Action(FORWARD, c * p + rank, b) for b, c in islice(forwards, due)]
         backward = Action(BACKWARD_INPUT, (v - 1 - chunk) * p + rank, mb)
         actions.append(backward)
-        pending.append(backward._replace(kind=BACKWARD_WEIGHT))
-        if len(pending) > hold:
-            actions.append(pending.pop(0))
-    return (*actions, *pending)
+        deferred.append(backward._replace(kind=BACKWARD_WEIGHT))
+        if len(deferred) > most_deferred:
+            actions.append(deferred.pop(0))
+    return (*actions, *deferred)
 
 
 def breadth_first(p: int, v: int, m: int) -> Schedule:
@@ -81,8 +82,8 @@ def breadth_first(p: int, v: int, m: int) -> Schedule:
 def fuse(schedule: Schedule, *, split_last: int = 0) -> Schedule:
     """Join each B that is directly followed by its own W into one fused BW.
 
-    split_last: microbatches at the end that stay split. With p of them the bubble is that of the
-    split schedule, while the steady state overlaps its tensor-parallel collectives.
+    split_last: number of microbatches at the end that stay split. With p of them the bubble is
+    that of the split schedule, while the steady state overlaps its tensor-parallel collectives.
     """
     first_split = schedule.m - split_last
     ranks = tuple(_fuse_rank(actions, first_split) for actions in schedule.ranks)
@@ -101,38 +102,38 @@ def _fuse_rank(actions: tuple[Action, ...], first_split: int) -> tuple[Action, .
 
 
 def recompute(schedule: Schedule) -> Schedule:
-    """Run each forward again right before its backward: while the rank waits for the gradient."""
+    """Run each forward again right before its backward, while the rank waits for the gradient."""
     return Schedule(schedule.m, schedule.place, tuple(_recompute_rank(a) for a in schedule.ranks))
 
 
 def _recompute_rank(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    out: list[Action] = []
+    recomputed: list[Action] = []
     for action in actions:
         if action.kind in (BACKWARD, BACKWARD_INPUT):
-            out.append(action._replace(kind=RECOMPUTE))
-        out.append(action)
-    return tuple(out)
+            recomputed.append(action._replace(kind=RECOMPUTE))
+        recomputed.append(action)
+    return tuple(recomputed)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without anything but forwards."""
+    """The forwards of a schedule, in their order."""
     return schedule.keep([FORWARD])
 
 
 def forward_schedule(place: tuple[int, ...], m: int) -> Schedule:
     """Forwards of any number of microbatches through any placement, for evaluation.
 
-    Stages of equal length; each rank takes the deepest stage that has its input, so that little is
-    held and no rank waits for what it could have made.
+    Stages count as equally long. Each rank runs the deepest of its stages that has an input: then
+    few activations are held, and no rank waits for a result that it could have computed itself.
     """
     if m < 1:
         raise ScheduleError(f"m={m}: there must be at least one microbatch")
     ranks: list[list[Action]] = [[] for _ in range(max(place) + 1)]
     done = [0] * len(place)  # microbatches that each stage has finished
     while done[-1] < m:
-        have = [m, *done]  # what stage s may take is what stage s - 1 has finished
+        available = [m, *done]  # microbatches that stage s may take: those stage s - 1 has finished
         for rank, actions in enumerate(ranks):
-            mine = [s for s, owner in enumerate(place) if owner == rank and done[s] < have[s]]
+            mine = [s for s, owner in enumerate(place) if owner == rank and done[s] < available[s]]
             if mine:
                 stage = mine[-1]
                 actions.append(Action(FORWARD, stage, done[stage]))
@@ -150,11 +151,13 @@ def family_peak(
     lag: float = 0.0,
     group: int | None = None,
 ) -> int:
-    """Most (stage, microbatch) pairs a family schedule holds on a rank, from start of F to end of
-    W. One of them is 1/v of a rank's activations for one microbatch.
+    """Most (stage, microbatch) pairs that a schedule of the family holds on a rank at once.
+
+    A pair is held from the start of its F to the end of its W; it is 1/v of a rank's activations
+    for one microbatch.
     """
-    warm = _warm_up(rank, p, v, _groups(p, v, m, group), f)
-    return min(m * v, warm + 1 + math.ceil(lag * rank))
+    warm_up = _warm_up(rank, p, v, _groups(p, v, m, group), f)
+    return min(m * v, warm_up + 1 + math.ceil(lag * rank))
 
 
 def looped_place(p: int, v: int) -> tuple[int, ...]:
@@ -163,7 +166,7 @@ def looped_place(p: int, v: int) -> tuple[int, ...]:
 
 
 def _warm_up(rank: int, p: int, v: int, groups: list[int], f: float) -> int:
-    """Forwards a rank has done before the forward that its first backward follows."""
+    """Forwards that a rank runs before the forward that its first backward follows."""
     return min(sum(groups) * v, math.ceil(f * (p - 1 - rank)) + (v - 1) * groups[0])
 
 
@@ -172,19 +175,22 @@ def _groups(p: int, v: int, m: int, group: int | None) -> list[int]:
     if group is not None:
         if group < 1:
             raise ScheduleError(f"group={group}: a group has at least one microbatch")
-        return [*[group] * (m // group), *([m % group] if m % group else [])]
+        full, rest = divmod(m, group)
+        sizes = [group] * full
+        return [*sizes, rest] if rest else sizes
     count = max(1, m // p) if v > 1 else 1
-    return [m // count + (index < m % count) for index in range(count)]
+    smaller, num_larger = divmod(m, count)
+    return [smaller + 1] * num_larger + [smaller] * (count - num_larger)
 
 
-def _table(v: int, groups: list[int]) -> list[tuple[int, int]]:
+def _forward_order(v: int, groups: list[int]) -> list[tuple[int, int]]:
     """Every (microbatch, chunk) in the order in which a rank runs its forwards."""
-    table = []
+    order = []
     first = 0
     for size in groups:
-        table += [(mb, chunk) for chunk in range(v) for mb in range(first, first + size)]
+        order += [(mb, chunk) for chunk in range(v) for mb in range(first, first + size)]
         first += size
-    return table
+    return order
 
 
 def check_counts(p: int, v: int, m: int) -> None:

@@ -1,8 +1,9 @@
-"""The schedules by name, and what each of them promises.
+"""The schedules by name, with their bubble and memory.
 
 A name is one of `NAMES`, or a member of the family with its own parameters, such as
 "family:f=1.5,lag=1,group=4". `build` is the only way from a name to a schedule; the config, the
-command line, the tuner and the runtime all use it.
+command line, the tuner and the runtime all use it. A new schedule is a builder and a row of
+`_TABLE`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,37 @@ Builder = Callable[[int, int, int], Schedule]  # p, v, m
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A named schedule.
+class ChunkCounts:
+    """The numbers of chunks per rank that a schedule is defined for."""
 
-    v: chunks per rank it is defined for, None any number, 2 exactly two, (2,) two or more.
-    bubble: idle time a rank at c = 0 for m >= 2p, in F, B, W of a whole rank. memory: most
-    activations of a rank, in whole-rank activations of one microbatch. Both are in plain text.
+    minimum: int = 1
+    maximum: int | None = None  # None: no limit
+
+    def allows(self, vpp: int) -> bool:
+        """True if the schedule is defined for `vpp` chunks per rank."""
+        return vpp >= self.minimum and (self.maximum is None or vpp <= self.maximum)
+
+    @property
+    def text(self) -> str:
+        """The numbers in tables and messages: "any", "2", ">= 2" or "2 to 4"."""
+        if self.maximum is None:
+            return "any" if self.minimum == 1 else f">= {self.minimum}"
+        if self.maximum == self.minimum:
+            return str(self.minimum)
+        return f"{self.minimum} to {self.maximum}"
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """A row of the catalogue.
+
+    bubble: idle time of a rank with free hops and m >= 2p, in F, B, W: the times of a whole rank.
+    memory: most activations of a rank, in whole-rank activations of one microbatch. Both are
+    formulas in plain text, in p ranks, v chunks per rank and m microbatches.
     """
 
     name: str
-    v: str
+    chunks: ChunkCounts
     summary: str
     bubble: str
     memory: str
@@ -39,137 +61,140 @@ class Kind:
     split: bool = False  # input and weight gradients are separate actions
     v_shaped: bool = False  # chunk 1 of rank r is stage 2p - 1 - r
 
-    def allows(self, v: int) -> bool:
-        """Whether the schedule is defined for v chunks per rank."""
-        return {"any": True, "1": v == 1, "2": v == 2, ">= 2": v >= 2}[self.v]
 
+_ANY = ChunkCounts()
+_ONE = ChunkCounts(1, 1)
+_TWO = ChunkCounts(2, 2)
+_SEVERAL = ChunkCounts(2)
 
-def _kinds() -> tuple[Kind, ...]:
-    whole, early = "(p-1)(F+B+W)", "(p-1)(F+B)"
-    zero = "(p-1) max(F, B, F+B-W)"
-    return (
-        Kind(
-            "gpipe",
-            "any",
-            "all forwards, then all backwards; breadth-first over chunks",
-            f"{whole}/v",
-            "m",
-            breadth_first,
-        ),
-        Kind(
-            "1f1b",
-            "1",
-            "one forward, one backward",
-            whole,
-            "p",
-            lambda p, v, m: fuse(family(p, 1, m)),
-        ),
-        Kind(
-            "1f1b-early",
-            "1",
-            "1f1b that sends the input gradient before it computes the weight gradient",
-            early,
-            "p",
-            lambda p, v, m: family(p, 1, m),
-            split=True,
-        ),
-        Kind(
-            "eager-1f1b",
-            "1",
-            "1f1b with twice the warm-up: hides slow hops for twice the memory",
-            whole,
-            "2p-1",
-            lambda p, v, m: fuse(family(p, 1, m, f=2.0)),
-        ),
-        Kind(
-            "interleaved",
-            ">= 2",
-            "interleaved 1f1b with Megatron's warm-up",
-            f"{whole}/v",
-            "p+(p-1)/v",
-            lambda p, v, m: fuse(family(p, v, m, f=2.0)),
-        ),
-        Kind(
-            "interleaved-early",
-            ">= 2",
-            "interleaved with early input gradients and half the warm-up",
-            f"{early}/v",
-            "p",
-            lambda p, v, m: family(p, v, m),
-            split=True,
-        ),
-        Kind(
-            "zb-h1",
-            "1",
-            "zero bubble at the memory of 1f1b: weight gradients fill the cool-down",
-            zero,
-            "p",
-            lambda p, v, m: family(p, 1, m, lag=1.0),
-            split=True,
-        ),
-        Kind(
-            "zb-h2",
-            "1",
-            "zero span bubble for twice the memory",
-            "(p-1) max(F, B-F, F+B-2W)",
-            "2p-1",
-            lambda p, v, m: family(p, 1, m, f=2.0, lag=2.0),
-            split=True,
-        ),
-        Kind(
-            "interleaved-zb",
-            ">= 2",
-            "interleaved zero bubble: the best at the memory of 1f1b where hops are cheap",
-            f"{zero}/v",
-            "p",
-            lambda p, v, m: family(p, v, m, lag=1.0),
-            split=True,
-        ),
-        Kind(
-            "zb-v",
-            "2",
-            "zero bubble on the V placement: embedding and head share a rank",
-            "about (p-1)F/2",
-            "p",
-            lambda p, v, m: zero_bubble_v(p, m),
-            split=True,
-            v_shaped=True,
-        ),
-        Kind(
-            "dualpipe-v",
-            "2",
-            "DualPipe cut in half, run in sequence; needs m >= 2p",
-            "about (p-1)F/2",
-            "p+1/2",
-            lambda p, v, m: dualpipe_v(p, m),
-            split=True,
-            v_shaped=True,
-        ),
-        Kind(
-            "v-half",
-            "2",
-            "half the memory of 1f1b",
-            "about 1.8(p-1)F",
-            "p/2+1",
-            lambda p, v, m: controllable(p, m, minimum=False),
-            split=True,
-            v_shaped=True,
-        ),
-        Kind(
-            "v-min",
-            "2",
-            "a third of the memory of 1f1b; needs quick hops and even stages",
-            "about 2(p-1)F",
-            "p/3+1",
-            lambda p, v, m: controllable(p, m, minimum=True),
-            split=True,
-            v_shaped=True,
-        ),
-    )
+# Bubbles at one chunk per rank: of 1f1b, with early input gradients, and with weight gradients that
+# are deferred into the cool-down.
+_FULL_BUBBLE = "(p-1)(F+B+W)"
+_EARLY_BUBBLE = "(p-1)(F+B)"
+_ZERO_BUBBLE = "(p-1) max(F, B, F+B-W)"
 
+_TABLE = (
+    NamedSchedule(
+        name="gpipe",
+        chunks=_ANY,
+        summary="all forwards, then all backwards; breadth-first over chunks",
+        bubble=f"{_FULL_BUBBLE}/v",
+        memory="m",
+        make=breadth_first,
+    ),
+    NamedSchedule(
+        name="1f1b",
+        chunks=_ONE,
+        summary="one forward, one backward",
+        bubble=_FULL_BUBBLE,
+        memory="p",
+        make=lambda p, v, m: fuse(family(p, 1, m)),
+    ),
+    NamedSchedule(
+        name="1f1b-early",
+        chunks=_ONE,
+        summary="1f1b that sends the input gradient before it computes the weight gradient",
+        bubble=_EARLY_BUBBLE,
+        memory="p",
+        make=lambda p, v, m: family(p, 1, m),
+        split=True,
+    ),
+    NamedSchedule(
+        name="eager-1f1b",
+        chunks=_ONE,
+        summary="1f1b with twice the warm-up: hides slow hops for twice the memory",
+        bubble=_FULL_BUBBLE,
+        memory="2p-1",
+        make=lambda p, v, m: fuse(family(p, 1, m, f=2.0)),
+    ),
+    NamedSchedule(
+        name="interleaved",
+        chunks=_SEVERAL,
+        summary="interleaved 1f1b with Megatron's warm-up",
+        bubble=f"{_FULL_BUBBLE}/v",
+        memory="p+(p-1)/v",
+        make=lambda p, v, m: fuse(family(p, v, m, f=2.0)),
+    ),
+    NamedSchedule(
+        name="interleaved-early",
+        chunks=_SEVERAL,
+        summary="interleaved with early input gradients and half the warm-up",
+        bubble=f"{_EARLY_BUBBLE}/v",
+        memory="p",
+        make=lambda p, v, m: family(p, v, m),
+        split=True,
+    ),
+    NamedSchedule(
+        name="zb-h1",
+        chunks=_ONE,
+        summary="zero bubble at the memory of 1f1b: weight gradients fill the cool-down",
+        bubble=_ZERO_BUBBLE,
+        memory="p",
+        make=lambda p, v, m: family(p, 1, m, lag=1.0),
+        split=True,
+    ),
+    NamedSchedule(
+        name="zb-h2",
+        chunks=_ONE,
+        summary="zero span bubble for twice the memory",
+        bubble="(p-1) max(F, B-F, F+B-2W)",
+        memory="2p-1",
+        make=lambda p, v, m: family(p, 1, m, f=2.0, lag=2.0),
+        split=True,
+    ),
+    NamedSchedule(
+        name="interleaved-zb",
+        chunks=_SEVERAL,
+        summary="interleaved zero bubble: the best at the memory of 1f1b where hops are cheap",
+        bubble=f"{_ZERO_BUBBLE}/v",
+        memory="p",
+        make=lambda p, v, m: family(p, v, m, lag=1.0),
+        split=True,
+    ),
+    NamedSchedule(
+        name="zb-v",
+        chunks=_TWO,
+        summary="zero bubble on the V placement: embedding and head share a rank",
+        bubble="about (p-1)F/2",
+        memory="p",
+        make=lambda p, v, m: zero_bubble_v(p, m),
+        split=True,
+        v_shaped=True,
+    ),
+    NamedSchedule(
+        name="dualpipe-v",
+        chunks=_TWO,
+        summary="DualPipe cut in half, run in sequence; needs m >= 2p",
+        bubble="about (p-1)F/2",
+        memory="p+1/2",
+        make=lambda p, v, m: dualpipe_v(p, m),
+        split=True,
+        v_shaped=True,
+    ),
+    NamedSchedule(
+        name="v-half",
+        chunks=_TWO,
+        summary="half the memory of 1f1b",
+        bubble="about 1.8(p-1)F",
+        memory="p/2+1",
+        make=lambda p, v, m: controllable(p, m, minimum=False),
+        split=True,
+        v_shaped=True,
+    ),
+    NamedSchedule(
+        name="v-min",
+        chunks=_TWO,
+        summary="a third of the memory of 1f1b; needs quick hops and even stages",
+        bubble="about 2(p-1)F",
+        memory="p/3+1",
+        make=lambda p, v, m: controllable(p, m, minimum=True),
+        split=True,
+        v_shaped=True,
+    ),
+)
 
-KINDS = {kind.name: kind for kind in _kinds()}
-NAMES = tuple(KINDS)
+SCHEDULES = {schedule.name: schedule for schedule in _TABLE}
+NAMES = tuple(SCHEDULES)
 
 
 def build(name: str, p: int, v: int, m: int) -> Schedule:
@@ -180,20 +205,21 @@ def build(name: str, p: int, v: int, m: int) -> Schedule:
     """
     if name.partition(":")[0] == FAMILY:
         return _family_member(name, p, v, m)
-    kind = find(name)
-    if not kind.allows(v):
-        others = ", ".join(other.name for other in KINDS.values() if other.allows(v))
+    schedule = find_schedule(name)
+    chunks = schedule.chunks
+    if not chunks.allows(v):
+        needed = chunks.text if chunks.maximum is None else f"= {chunks.text}"
+        others = ", ".join(other.name for other in SCHEDULES.values() if other.chunks.allows(v))
         raise ScheduleError(
-            f"{name} needs v {kind.v if kind.v[0] == '>' else '= ' + kind.v} chunks per rank, got "
-            f"v={v}; with v={v} use one of {others}"
+            f"{name} needs v {needed} chunks per rank, got v={v}; with v={v} use one of {others}"
         )
-    return kind.make(p, v, m)
+    return schedule.make(p, v, m)
 
 
-def find(name: str) -> Kind:
-    """The kind of a name; ScheduleError with the nearest name and all others for an unknown one."""
-    if name in KINDS:
-        return KINDS[name]
+def find_schedule(name: str) -> NamedSchedule:
+    """The row of a name. Raises ScheduleError with the nearest name and all others."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
     near = get_close_matches(name.lower(), NAMES, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise ScheduleError(
@@ -204,27 +230,38 @@ def find(name: str) -> Kind:
 
 def family_name(f: float, lag: float, group: int | None = None, *, fused: bool = False) -> str:
     """The name that `build` reads back as this member of the family."""
-    parts = [f"f={f:g}", f"lag={lag:g}", *([f"group={group}"] if group else [])]
-    return f"{FAMILY}:{','.join([*parts, *(['fused'] if fused else [])])}"
+    parts = [f"f={f:g}", f"lag={lag:g}"]
+    if group:
+        parts.append(f"group={group}")
+    if fused:
+        parts.append("fused")
+    return f"{FAMILY}:{','.join(parts)}"
 
 
 def _family_member(name: str, p: int, v: int, m: int) -> Schedule:
+    wrong = ScheduleError(
+        f"{name!r} is no member of the family; write {FAMILY}:f=NUMBER,lag=NUMBER with "
+        "group=COUNT and fused as you need them"
+    )
     values: dict[str, float] = {}
-    words = [word.strip() for word in name.partition(":")[2].split(",") if word.strip()]
-    for word in words:
+    fused = False
+    for word in map(str.strip, name.partition(":")[2].split(",")):
         key, _, text = word.partition("=")
-        if word == "fused":
+        if not word:
             continue
-        try:
-            values[key] = float(text)
-        except ValueError:
-            values["?"] = 0.0
+        if word == "fused":
+            fused = True
+        elif key in ("f", "lag", "group"):
+            try:
+                values[key] = float(text)
+            except ValueError:
+                raise wrong from None
+        else:
+            raise wrong
+
+    # Ranges are checked where the schedule is built; here only that a count is a whole number.
     group = values.pop("group", None)
-    whole = group is None or group == int(group)
-    if not whole or not values.keys() <= {"f", "lag"}:
-        raise ScheduleError(
-            f"{name!r} is no member of the family; write {FAMILY}:f=NUMBER,lag=NUMBER with "
-            "group=COUNT and fused as you need them"
-        )
+    if group is not None and not group.is_integer():
+        raise wrong
     schedule = family(p, v, m, **values, group=None if group is None else int(group))
-    return fuse(schedule) if "fused" in words else schedule
+    return fuse(schedule) if fused else schedule

@@ -1,8 +1,8 @@
-"""Proves a schedule or a program right before anything runs, or says where it is wrong.
+"""Proves a schedule or a program right before anything runs, or raises ScheduleError.
 
 `check_schedule` takes compute actions only, `check_program` what `lower` returns, `check_posted`
-what `post_ahead` makes of that. Every ScheduleError names rank, index and action. Does not repair
-anything and does not judge speed.
+what `post_ahead` makes of that. Every ScheduleError names rank, index and action. Repairs nothing
+and does not judge speed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from megalite.schedules.action import (
     Schedule,
     provides,
     requires,
+    send_carrying,
     send_of,
 )
+from megalite.schedules.communicators import COMMUNICATORS, POSTED_COMMUNICATORS, run_on
 from megalite.schedules.memory import peak_live
-from megalite.schedules.models import MODELS, POSTED_MODELS, run_model
 from megalite.schedules.simulate import Durations, simulate
 
 
 def check_schedule(
     schedule: Schedule, *, forward_only: bool = False, max_live: Sequence[int] | None = None
 ) -> None:
-    """Raise ScheduleError unless every stage computes every microbatch exactly once, on its own
-    rank, after its inputs, with gradients in microbatch order, without a deadlock, and with at
-    most `max_live[rank]` (stage, microbatch) pairs held.
+    """Raise ScheduleError unless a schedule of compute actions is complete and can run.
+
+    Every stage must compute every microbatch exactly once, on its own rank, after its inputs and
+    with gradients in microbatch order; the ranks must not deadlock; and no rank may hold more than
+    `max_live[rank]` (stage, microbatch) pairs, where that is given.
     """
     _check_kinds(schedule, COMPUTE)
     _check_compute(schedule, _results(schedule, forward_only), max_live)
@@ -49,9 +52,11 @@ def check_schedule(
 def check_program(
     program: Schedule, *, forward_only: bool = False, max_live: Sequence[int] | None = None
 ) -> None:
-    """Raise ScheduleError unless the compute actions pass `check_schedule`, every needed transfer
-    is there once, in its place and in the same order on both ends of its channel, every stage is
-    reduced once after its last gradient, and the program finishes on every communicator model.
+    """Raise ScheduleError unless a program is complete and finishes on every communicator model.
+
+    The compute actions must pass `check_schedule`; every needed transfer must exist once, between
+    the actions that make and use its data, and in the same order on both ends of its channel; and
+    every stage must be reduced once, after its last gradient.
     """
     _check_kinds(program, COMPUTE | SENDS | RECEIVES | {REDUCE})
     expected = [*_results(program, forward_only), *_transfers(program, forward_only)]
@@ -61,19 +66,21 @@ def check_program(
     _check_arrivals(program)
     _check_reduce(program)
     _check_channels(program)
-    for model in MODELS:
-        run_model(program, model)
+    for communicator in COMMUNICATORS:
+        run_on(communicator, program)
 
 
 def check_posted(program: Schedule) -> None:
-    """Raise ScheduleError unless a checked program whose receives were moved (`post_ahead`) still
-    gets every message before its use, in the order of its channel, and finishes where transfers
-    wait at most for others of their own directed edge, also when sends block until received.
+    """Raise ScheduleError unless a checked program is still right after `post_ahead`.
+
+    Its receives were moved: every message must still arrive before its use, in the order of its
+    channel, and the program must finish where transfers wait at most for others of their own
+    directed edge, also when sends block until received.
     """
     _check_arrivals(program)
     _check_channels(program)
-    for model in POSTED_MODELS:
-        run_model(program, model)
+    for communicator in POSTED_COMMUNICATORS:
+        run_on(communicator, program)
 
 
 def _check_compute(
@@ -89,7 +96,7 @@ def _check_compute(
 
 def _error(rank: int, index: int, action: Action, what: str) -> ScheduleError:
     error = ScheduleError(f"rank {rank}, index {index}, action {action}: {what}")
-    error.place = (rank, index)
+    error.position = (rank, index)
     return error
 
 
@@ -100,14 +107,15 @@ def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 
 
 def _check_kinds(schedule: Schedule, kinds: frozenset[str]) -> None:
-    """Known kinds, existing stages and microbatches, each on the rank that owns the stage."""
+    """Kinds are known, stages and microbatches exist, and each stage's rank runs its actions."""
     for rank, index, action in _walk(schedule):
         if action.kind not in kinds:
             allowed = ", ".join(sorted(kinds))
             raise _error(rank, index, action, f"kind {action.kind!r} is not one of {allowed}")
         if not 0 <= action.stage < schedule.num_stages:
             raise _error(rank, index, action, f"there are only {schedule.num_stages} stages")
-        if (action.mb != -1) if action.kind == REDUCE else not 0 <= action.mb < schedule.m:
+        in_range = action.mb == -1 if action.kind == REDUCE else 0 <= action.mb < schedule.m
+        if not in_range:
             raise _error(rank, index, action, f"microbatch is not in 0..{schedule.m - 1}")
         if schedule.place[action.stage] != rank:
             owner = schedule.place[action.stage]
@@ -115,7 +123,7 @@ def _check_kinds(schedule: Schedule, kinds: frozenset[str]) -> None:
 
 
 def _results(schedule: Schedule, forward_only: bool) -> list[Action]:
-    """Every result a step must make."""
+    """Every result that a step must make."""
     kinds = [FORWARD] if forward_only else [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]
     pairs = [(kind, stage) for kind in kinds for stage in range(schedule.num_stages)]
     if not forward_only:
@@ -129,7 +137,7 @@ def _recomputed_stages(schedule: Schedule) -> set[int]:
 
 
 def _transfers(schedule: Schedule, forward_only: bool) -> list[Action]:
-    """Every send and receive a step must make: one of each where neighbours are on two ranks."""
+    """Every send and receive of a step: one of each where neighbouring stages are on two ranks."""
     transfers = []
     for stage in range(1, schedule.num_stages):
         if schedule.place[stage - 1] == schedule.place[stage]:
@@ -145,7 +153,7 @@ def _transfers(schedule: Schedule, forward_only: bool) -> list[Action]:
 
 
 def _check_complete(schedule: Schedule, expected: list[Action]) -> None:
-    """Nothing twice, nothing missing, nothing that is not called for."""
+    """Every expected result once, and no other."""
     wanted = set(expected)
     seen: dict[Action, int] = {}
     for rank, index, action in _walk(schedule):
@@ -162,7 +170,7 @@ def _check_complete(schedule: Schedule, expected: list[Action]) -> None:
 
 
 def _check_local_order(schedule: Schedule) -> None:
-    """What an action needs from its own rank comes earlier in the rank's list."""
+    """Results that an action needs from its own rank come earlier in the rank's list."""
     recomputed = _recomputed_stages(schedule)
     for rank, actions in enumerate(schedule.ranks):
         done: set[Action] = set()
@@ -189,14 +197,18 @@ def _check_gradient_order(schedule: Schedule) -> None:
 
 def _check_memory(schedule: Schedule, max_live: Sequence[int]) -> None:
     for rank, (peak, most) in enumerate(zip(peak_live(schedule), max_live, strict=True)):
-        if peak > most:
-            live = 0
-            for index, action in enumerate(schedule.ranks[rank]):
-                live += action.kind == FORWARD
-                if live > most:
-                    what = f"the {live}th live activation, {most} are allowed (peak {peak})"
-                    raise _error(rank, index, action, what)
-                live -= BACKWARD_WEIGHT in [result.kind for result in provides(action)]
+        if peak <= most:
+            continue
+        # Count again up to the first action that exceeds the limit, to name it.
+        live = 0
+        for index, action in enumerate(schedule.ranks[rank]):
+            if action.kind == FORWARD:
+                live += 1
+            if live > most:
+                what = f"the {live}th live activation, {most} are allowed (peak {peak})"
+                raise _error(rank, index, action, what)
+            if action.kind in (BACKWARD_WEIGHT, BACKWARD):
+                live -= 1
 
 
 def _check_arrivals(program: Schedule) -> None:
@@ -210,7 +222,7 @@ def _check_arrivals(program: Schedule) -> None:
                 continue
             for need in requires(action, program.num_stages):
                 remote = program.place[need.stage] != rank
-                if remote and need._replace(kind=f"S{need.kind}") not in received:
+                if remote and send_carrying(need) not in received:
                     raise _error(rank, index, action, f"{need} must be received before it")
 
 

@@ -3,7 +3,7 @@
 One line per rank, one cell per action: stage, kind, microbatch, as in `0F0`, `2I1` (input
 gradient), `2W1` (weight gradient), `2B1` (both in one). Empty cells are idle slots and mean nothing
 here. An overlapped pair `(0F2;3B1)OVERLAP_F_B` is read as its parts in order. Transfers are
-derived, so cells that send or receive are refused. A user's own schedule comes in this way.
+derived, so cells that send or receive are refused. This is how users bring their own schedules.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megalite.schedules.action import (
 )
 from megalite.schedules.check import check_schedule
 
-FILE = "file:"  # what a schedule's name starts with when it is a path
+FILE = "file:"  # start of a schedule's name that is a path
 
-_LETTERS = {FORWARD: "F", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W", BACKWARD: "B"}
-_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+_LETTER_OF = {FORWARD: "F", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W", BACKWARD: "B"}
+_KIND_OF = {letter: kind for kind, letter in _LETTER_OF.items()}
 _CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _PAIR = re.compile(r"\((\d+[FIWB]\d+);(\d+[FIWB]\d+)\)OVERLAP_F_B")
 
@@ -38,38 +38,40 @@ def write_csv(schedule: Schedule) -> str:
     """The compute actions of a schedule, one line per rank."""
     lines = []
     for actions in schedule.ranks:
-        cells = (f"{a.stage}{_LETTERS[a.kind]}{a.mb}" for a in actions if a.kind in _LETTERS)
+        cells = (f"{a.stage}{_LETTER_OF[a.kind]}{a.mb}" for a in actions if a.kind in _LETTER_OF)
         lines.append(",".join(cells))
     return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A rank's actions; `line` and `cells` (from 1) say where in the file each stands."""
+    """A rank's actions, with the line of the file and the cell of each action, from 1."""
 
     line: int
     cells: tuple[int, ...]
     actions: tuple[Action, ...]
 
     def where(self, index: int) -> str:
-        """Where action `index` stands; the number of them stands for the end."""
+        """The line and cell of action `index`, as text; the end for an index past the last."""
         at_end = index >= len(self.cells)
         return f"line {self.line}, {'end' if at_end else f'cell {self.cells[index]}'}"
 
 
 def read_csv(text: str) -> Schedule:
-    """A schedule from its lines: stages live where their cells stand. Raises ScheduleError naming
-    line and cell for what is no action, and for whatever `check_schedule` finds.
+    """A schedule from its lines; a stage lives on the rank of the line that its cells are in.
+
+    Raises ScheduleError naming line and cell, for cells that are no action and for everything that
+    `check_schedule` finds.
     """
     rows = list(_read_rows(text))
-    place = _place(rows)
+    place = _placement(rows)
     schedule = Schedule(_num_micro_batches(rows), place, tuple(row.actions for row in rows))
     try:
         check_schedule(schedule)
     except ScheduleError as error:
-        if error.place is None:
+        if error.position is None:
             raise
-        rank, index = error.place
+        rank, index = error.position
         raise ScheduleError(f"{rows[rank].where(index)}: {error}") from None
     return schedule
 
@@ -94,7 +96,10 @@ def load_csv(path: str) -> Schedule:
 
 
 def read_file(path: str, p: int, v: int, m: int) -> Schedule:
-    """A schedule file that must be for p ranks, v chunks each and m microbatches."""
+    """The schedule of a file that must be for p ranks, v chunks each and m microbatches.
+
+    Raises ScheduleError if it is for others, and as `load_csv`.
+    """
     schedule = load_csv(path)
     found, wanted = (schedule.p, schedule.v, schedule.m), (p, v, m)
     if found != wanted:
@@ -119,24 +124,24 @@ def _read_rows(text: str) -> Iterator[_Row]:
 
 
 def _read_row(line: int, cells: list[str]) -> _Row:
-    placed: list[tuple[int, Action]] = []
+    found: list[tuple[int, Action]] = []  # cell and action: a pair gives two of one cell
     for number, cell in enumerate(cells, start=1):
         word = cell.strip()
         pair = _PAIR.fullmatch(word)
         for part in pair.groups() if pair else ([word] if word else []):
-            found = _CELL.fullmatch(part)
-            if found is None:
+            fields = _CELL.fullmatch(part)
+            if fields is None:
                 raise ScheduleError(
                     f"line {line}, cell {number}: {_short(word)!r} is no action; expected STAGE "
                     "KIND MICROBATCH with KIND one of F, I, W, B, as in 2I1"
                 )
-            stage, letter, mb = found.groups()
-            placed.append((number, Action(_KINDS[letter], int(stage), int(mb))))
-    return _Row(line, tuple(n for n, _ in placed), tuple(action for _, action in placed))
+            stage, letter, mb = fields.groups()
+            found.append((number, Action(_KIND_OF[letter], int(stage), int(mb))))
+    return _Row(line, tuple(n for n, _ in found), tuple(action for _, action in found))
 
 
-def _place(rows: list[_Row]) -> tuple[int, ...]:
-    """The rank that each stage stands on: one each, and equally many on every rank."""
+def _placement(rows: list[_Row]) -> tuple[int, ...]:
+    """The rank of each stage. Raises ScheduleError unless every rank has equally many stages."""
     owner: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for index, action in enumerate(row.actions):
@@ -159,7 +164,11 @@ def _place(rows: list[_Row]) -> tuple[int, ...]:
 
 
 def _num_micro_batches(rows: list[_Row]) -> int:
-    """One more than the largest microbatch, which no file of fewer actions can be right about."""
+    """The number of microbatches: one more than the largest index.
+
+    An index of at least the number of actions is an error, found here before anything is allocated
+    for so many microbatches.
+    """
     size = sum(len(row.actions) for row in rows)
     for row in rows:
         for index, action in enumerate(row.actions):

@@ -5,7 +5,7 @@ action that makes its data; each rank's program is that order restricted to it. 
 follows the same total order, the first unfinished event can always proceed, even when sends and
 receives block: no deadlock on any kind of communicator, and every channel sees its sends and
 receives in the same order. `post_ahead` moves receives further ahead, for communicators on which
-an early one is in nobody's way. Does not check (`check`) and moves no compute action.
+an early receive blocks nothing. Does not check (`check`) and moves no compute action.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from megalite.schedules.action import (
     FORWARD,
     RECEIVES,
     REDUCE,
-    SEND_BACKWARD,
-    SEND_FORWARD,
     Action,
     Schedule,
     provides,
     receive_of,
     requires,
+    send_carrying,
 )
 from megalite.schedules.simulate import Durations, simulate
 
-_Key = tuple[float, int, int, int, str]  # end, class (compute, transfer, reduce), stage, mb, kind
+# Sort key of an event: end, 0 for compute, 1 for a transfer, 2 for a reduction, stage, mb, kind.
+_Key = tuple[float, int, int, int, str]
 
 
 def lower(schedule: Schedule, durations: Durations | None = None) -> Schedule:
-    """The program for a schedule of compute actions, ordered by the given durations (default:
-    equal stages, free hops). Adds SF/RF/SB/RB between stages on different ranks and REDUCE after
-    each stage's last weight gradient. Raises ScheduleError on a deadlock or a duration <= 0.
+    """The program for a schedule of compute actions.
+
+    Ordered by the given durations (default: equal stages, free hops). Adds SF/RF/SB/RB between
+    stages on different ranks and REDUCE after each stage's last weight gradient. Raises
+    ScheduleError on a deadlock or a duration <= 0.
     """
     times = Durations.even(schedule.p, schedule.v) if durations is None else durations
     if min(*times.forward, *times.backward_input, *times.backward_weight) <= 0:
         raise ScheduleError(f"lowering needs durations > 0 for every stage, got {times}")
+
     events: list[tuple[_Key, int, Action]] = []
     complete: dict[int, float] = {}  # stage -> end of its last weight gradient
     for rank, spans in enumerate(simulate(schedule, times).spans):
@@ -49,6 +52,8 @@ def lower(schedule: Schedule, durations: Durations | None = None) -> Schedule:
                     complete[result.stage] = end
     for stage, end in complete.items():
         events.append(((end, 2, stage, -1, REDUCE), schedule.place[stage], Action(REDUCE, stage)))
+
+    # Sorted once for all ranks: the same total order everywhere is what excludes a deadlock.
     programs: list[list[Action]] = [[] for _ in schedule.ranks]
     for _, rank, action in sorted(events):
         programs[rank].append(action)
@@ -58,16 +63,17 @@ def lower(schedule: Schedule, durations: Durations | None = None) -> Schedule:
 def _transfer(
     schedule: Schedule, rank: int, result: Action, end: float
 ) -> list[tuple[_Key, int, Action]]:
-    """Send and receive events of a result, none when nobody else needs it."""
+    """Send and receive events of a result; none if no other rank needs it."""
     kind, stage, mb = result
     if kind == FORWARD and stage + 1 < schedule.num_stages:
-        send, peer = Action(SEND_FORWARD, stage, mb), schedule.place[stage + 1]
+        peer = schedule.place[stage + 1]
     elif kind == BACKWARD_INPUT and stage > 0:
-        send, peer = Action(SEND_BACKWARD, stage, mb), schedule.place[stage - 1]
+        peer = schedule.place[stage - 1]
     else:
         return []
     if peer == rank:
         return []
+    send = send_carrying(result)
     key = (end, 1, stage, mb, send.kind)
     return [(key, rank, send), (key, peer, receive_of(send))]
 
@@ -75,11 +81,11 @@ def _transfer(
 def post_ahead(program: Schedule) -> Schedule:
     """The same program with every receive posted at least one waiting action earlier.
 
-    Just before an action that waits for a message, the receive of the next one that does is posted:
-    its cost then falls into the wait, sends come straight after the action that made their data,
-    and a sender finds the receive there. Sends keep their places and every channel its order, so a
-    program stays free of deadlocks where receives only start at their place, though sends may block
-    there (`models`: rendezvous).
+    Just before an action that waits for a message, the receive of the next waiting action is
+    posted: its cost then falls into the wait, a send directly follows the action that made its
+    data, and finds its receive posted. Sends do not move and every channel keeps its order, so a
+    program stays free of deadlocks where a receive returns at once, even if a send blocks until
+    its receive is posted (`communicators`: rendezvous).
     """
     ranks = (_posted_ahead(program, rank) for rank in range(program.p))
     return Schedule(program.m, program.place, tuple(ranks))
@@ -91,26 +97,28 @@ def _posted_ahead(program: Schedule, rank: int) -> tuple[Action, ...]:
     number = {receive: index for index, receive in enumerate(receives)}
     # For each waiting action in order: how many receives must be posted for it to get its message.
     needed = [number[found] + 1 for action in actions if (found := _waits_for(program, action))]
-    posted: list[Action] = []
-    count = 0
-    waiting = iter([*needed[1:], 0])
+
+    # Receives are only taken from the front of `receives`: every channel keeps its order.
+    moved: list[Action] = []
+    num_posted = 0
+    needed_by_next = iter([*needed[1:], 0])
     for action in actions:
-        ahead = 0
+        num_due = 0
         if action.kind in RECEIVES:
-            ahead = number[action] + 1
+            num_due = number[action] + 1
         elif _waits_for(program, action):
-            ahead = next(waiting)
-        if ahead > count:
-            posted += receives[count:ahead]
-            count = ahead
+            num_due = next(needed_by_next)
+        if num_due > num_posted:
+            moved += receives[num_posted:num_due]
+            num_posted = num_due
         if action.kind not in RECEIVES:
-            posted.append(action)
-    return tuple(posted)
+            moved.append(action)
+    return tuple(moved)
 
 
 def _waits_for(program: Schedule, action: Action) -> Action | None:
     """The receive whose message a compute action starts from, if it comes from another rank."""
     for need in requires(action, program.num_stages):
         if program.place[need.stage] != program.place[action.stage]:
-            return receive_of(need._replace(kind=f"S{need.kind}"))
+            return receive_of(send_carrying(need))
     return None

@@ -1,7 +1,8 @@
-"""What a schedule holds: live activations per rank, as a peak and over time.
+"""Activation memory of a schedule: live activations per rank, as a peak and over time.
 
 Depends on the order of a rank's own actions, and on a time line only for the picture over time.
-Counts (stage, microbatch) pairs or given weights of them; bytes are for whoever knows the model.
+Counts (stage, microbatch) pairs, or weights that the caller gives for them: bytes, for a caller
+that knows the model (`megalite.planner`).
 """
 
 from __future__ import annotations
@@ -29,33 +30,37 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
     for actions in schedule.ranks:
         live = peak = 0
         for action in actions:
-            live += action.kind == FORWARD
-            peak = max(peak, live)
-            live -= action.kind in (BACKWARD_WEIGHT, BACKWARD)
+            if action.kind == FORWARD:
+                live += 1
+                peak = max(peak, live)
+            elif action.kind in (BACKWARD_WEIGHT, BACKWARD):
+                live -= 1
         peaks.append(peak)
     return tuple(peaks)
 
 
 def peak_deferred(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, the most weight gradients put off at once: B is done, its W is not."""
+    """Per rank, the most weight gradients deferred at once: their B is done, their W is not."""
     peaks = []
     for actions in schedule.ranks:
-        kinds = [action.kind for action in actions]
-        pending = peak = 0
-        for kind in kinds:
-            pending += (kind == BACKWARD_INPUT) - (kind == BACKWARD_WEIGHT)
-            peak = max(peak, pending)
+        deferred = peak = 0
+        for action in actions:
+            if action.kind == BACKWARD_INPUT:
+                deferred += 1
+                peak = max(peak, deferred)
+            elif action.kind == BACKWARD_WEIGHT:
+                deferred -= 1
         peaks.append(peak)
     return tuple(peaks)
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one microbatch of a stage holds, in any unit.
+class MicrobatchMemory:
+    """Memory that one microbatch of a stage holds, in any unit.
 
     activations: from its forward (or its recomputation, if it has one) to its input gradient.
-    checkpoint: from a forward to its recomputation; without one, not used.
-    deferred: from an input gradient to its weight gradient, where the two are split.
+    checkpoint: from its forward to its recomputation; not used without a recomputation.
+    deferred: from its input gradient to its weight gradient, where the two are split.
     """
 
     activations: float = 1.0
@@ -64,44 +69,55 @@ class Held:
 
 
 def memory_over_time(
-    schedule: Schedule, timeline: Timeline, held: tuple[Held, ...] | None = None
+    schedule: Schedule, timeline: Timeline, held: tuple[MicrobatchMemory, ...] | None = None
 ) -> tuple[list[tuple[float, float]], ...]:
-    """Per rank, (time, held from then on) at every change. `held` is per stage; default: each
-    (stage, microbatch) pair weighs 1/v from the start of F to the end of W.
+    """Per rank, (time, memory held from then on) at every change.
+
+    `held` is per stage; default: each (stage, microbatch) pair weighs 1/v from the start of its F
+    to the end of its W.
     """
-    per_stage = held or (Held(1 / schedule.v, 0.0, 1 / schedule.v),) * schedule.num_stages
+    share = 1 / schedule.v
+    per_stage = held or (MicrobatchMemory(share, 0.0, share),) * schedule.num_stages
     lines = []
     for spans in timeline.spans:
-        recomputed = {a[1:] for a, _, _ in spans if a.kind == RECOMPUTE}
-        changes: list[tuple[float, float]] = []
-        for action, start, end in spans:
-            weights = per_stage[action.stage]
-            changes += _changes(action, start, end, weights, action[1:] in recomputed)
+        recomputed = {(a.stage, a.mb) for a, _, _ in spans if a.kind == RECOMPUTE}
+        changes = [
+            _change(action, start, end, per_stage[action.stage], recomputed)
+            for action, start, end in spans
+        ]
         lines.append(_running_sum(changes))
     return tuple(lines)
 
 
-def _changes(
-    action: Action, start: float, end: float, held: Held, recomputed: bool
-) -> list[tuple[float, float]]:
-    """What an action adds and takes away, and when."""
+def _change(
+    action: Action,
+    start: float,
+    end: float,
+    held: MicrobatchMemory,
+    recomputed: set[tuple[int, int]],
+) -> tuple[float, float]:
+    """The moment at which an action changes the memory held, and by how much.
+
+    `recomputed`: (stage, microbatch) pairs whose forward is run again later.
+    """
     kind = action.kind
     if kind == FORWARD:
-        return [(start, held.checkpoint if recomputed else held.activations)]
+        again = (action.stage, action.mb) in recomputed
+        return start, held.checkpoint if again else held.activations
     if kind == RECOMPUTE:
-        return [(start, held.activations - held.checkpoint)]
+        return start, held.activations - held.checkpoint
     if kind == BACKWARD:
-        return [(end, -held.activations)]
+        return end, -held.activations
     if kind == BACKWARD_INPUT:
-        return [(end, held.deferred - held.activations)]
-    return [(end, -held.deferred)]
+        return end, held.deferred - held.activations
+    return end, -held.deferred
 
 
 def _running_sum(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sums in time order; at one moment what is freed goes before what is taken."""
+    """(time, sum of all changes up to then), in time order."""
     line: list[tuple[float, float]] = []
     total = 0.0
-    for time, change in sorted(changes):
+    for time, change in sorted(changes):  # at one moment memory is freed before it is taken
         total += change
         if line and line[-1][0] == time:
             line[-1] = (time, total)

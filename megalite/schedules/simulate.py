@@ -1,9 +1,9 @@
 """The time line of a schedule for given durations.
 
 Each rank runs its actions in order; an action starts when the rank is free and its inputs have
-arrived, a hop after they were made when they come from another rank. Transfers overlap with
-compute unless told otherwise and do not queue behind each other. Says how long a schedule takes if
-nothing else disturbs it; does not model links, kernels or the optimizer.
+arrived: a hop after they were made, if another rank made them. Transfers overlap with compute
+(unless `Durations.overlap` is off) and do not queue behind each other. The result is the time of a
+schedule that nothing else disturbs; links, kernels and the optimizer are not modelled.
 
 Reading order: `Durations`, `Timeline`, `simulate`. Inside, an action is a few numbers (duration,
 result waited for, result made), so that a long schedule takes a second.
@@ -32,15 +32,16 @@ from megalite.schedules.action import (
     requires,
 )
 
-_NOTHING, _NEVER = -1, -2  # results that are not waited for, or that no earlier action makes
+# In place of a result's number: none is waited for, or one that no earlier action makes.
+_NOTHING, _NEVER = -1, -2
 
 
 @dataclass(frozen=True)
 class Durations:
-    """How long each stage computes for one microbatch, and one hop; any unit, one for all.
+    """Times of each stage's actions on one microbatch, and of a hop between ranks, in one unit.
 
-    recompute: empty takes as long as the forward. overlap: False keeps the sending rank busy during
-    a hop, as sends without a stream of their own do.
+    recompute: empty stands for the forward's times. overlap: False keeps the sending rank busy
+    during a hop, as sends without a stream of their own do.
     """
 
     forward: tuple[float, ...]  # per stage
@@ -54,7 +55,7 @@ class Durations:
     def even(
         cls, p: int, v: int, *, f: float = 1.0, b: float = 1.0, w: float = 1.0, hop: float = 0.0
     ) -> Durations:
-        """Equal stages; f, b, w are times of a whole rank, of which each chunk takes 1/v."""
+        """Times of equal stages; f, b, w are those of a whole rank: each chunk takes 1/v."""
         stages = p * v
         return cls((f / v,) * stages, (b / v,) * stages, (w / v,) * stages, hop)
 
@@ -63,7 +64,7 @@ class Durations:
         return self.of_kind(action.kind)[action.stage]
 
     def of_kind(self, kind: str) -> Sequence[float]:
-        """Durations per stage of a kind of compute action."""
+        """The durations of a kind of compute action, one per stage."""
         if kind == BACKWARD:
             pairs = zip(self.backward_input, self.backward_weight, strict=True)
             return [b + w for b, w in pairs]
@@ -77,7 +78,10 @@ class Durations:
 
 
 def hop_time(latency: float, message_bytes: float, bytes_per_time: float) -> float:
-    """Time of one hop: latency plus message over bandwidth, in the unit of both."""
+    """Time of one hop: latency + message / bandwidth, in the unit of time of the arguments.
+
+    Raises ScheduleError for a negative latency or message, and a bandwidth that is not positive.
+    """
     if latency < 0 or message_bytes < 0 or bytes_per_time <= 0:
         raise ScheduleError(
             f"a hop needs latency >= 0, message >= 0 and bandwidth > 0, got {latency}, "
@@ -86,8 +90,8 @@ def hop_time(latency: float, message_bytes: float, bytes_per_time: float) -> flo
     return latency + message_bytes / bytes_per_time
 
 
-class Span(NamedTuple):
-    """One action on the time line."""
+class TimedAction(NamedTuple):
+    """One action with its start and end on the time line."""
 
     action: Action
     start: float
@@ -96,7 +100,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what, compute actions only, in program order.
+    """Start and end of each rank's compute actions, in program order.
 
     starts[rank][i], ends[rank][i] belong to programs[rank][i]; the step begins at 0.
     """
@@ -106,10 +110,10 @@ class Timeline:
     ends: tuple[list[float], ...]
 
     @cached_property
-    def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """The same as one Span per action: `spans[rank]` in program order."""
+    def spans(self) -> tuple[tuple[TimedAction, ...], ...]:
+        """The actions with their times: `spans[rank]` in program order."""
         rows = zip(self.programs, self.starts, self.ends, strict=True)
-        return tuple(tuple(map(Span, *row)) for row in rows)
+        return tuple(tuple(map(TimedAction, *row)) for row in rows)
 
     @property
     def makespan(self) -> float:
@@ -118,12 +122,14 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank computes."""
-        return tuple(sum(e) - sum(s) for s, e in zip(self.starts, self.ends, strict=True))
+        """Time that each rank computes."""
+        return tuple(
+            sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
 
     @property
     def bubble(self) -> float:
-        """Time a rank idles in a step that ends for all ranks together, mean over the ranks."""
+        """Mean time that a rank idles in a step, which ends for all ranks together."""
         return self.makespan - sum(self.busy) / len(self.programs)
 
     @property
@@ -133,13 +139,15 @@ class Timeline:
 
     @property
     def rank_bubbles(self) -> tuple[float, ...]:
-        """Time each rank idles between the start and the end of the step."""
+        """Time that each rank idles between the start and the end of the step."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def span_bubble(self) -> float:
-        """Most that a rank idles between its own first and last action: what a step costs where
-        steps overlap, the figure that papers on zero-bubble schedules report.
+        """Most that a rank idles between its own first and last action.
+
+        The cost of a step where steps overlap: the figure that papers on zero-bubble schedules
+        report.
         """
         rows = zip(self.starts, self.ends, self.busy, strict=True)
         return max((e[-1] - s[0] - busy for s, e, busy in rows if s), default=0.0)
@@ -148,50 +156,62 @@ class Timeline:
 def simulate(
     schedule: Schedule, durations: Durations, *, jitter: float = 0.0, seed: int = 0
 ) -> Timeline:
-    """Start and end of every compute action; transfers and reductions are passed over.
+    """Start and end of every compute action; transfers and reductions are left out.
 
     jitter: each action takes its duration times a seeded draw from [1 - jitter, 1 + jitter].
     Raises ScheduleError, with a line per stuck rank, when the ranks wait for each other forever.
     """
-    programs = _compute_actions(schedule)
-    table = _Table(schedule, durations)
-    rows = [table.encode(actions) for actions in programs]
+    programs = [tuple(a for a in actions if a.kind in COMPUTE) for actions in schedule.ranks]
+    encoder = _Encoder(schedule, durations)
+    rows = [encoder.encode(actions) for actions in programs]
     if jitter:
         draw = random.Random(seed)
         rows = [
             [(row[0] * draw.uniform(1 - jitter, 1 + jitter), *row[1:]) for row in rank_rows]
             for rank_rows in rows
         ]
-    starts, ends, waiting = _run(rows, table.num_results)
+    starts, ends, waiting = _run(rows, encoder.num_results)
     if waiting:
         raise ScheduleError(_deadlock(schedule, programs, ends, waiting))
     return Timeline(tuple(programs), tuple(starts), tuple(ends))
 
 
-_Row = tuple[float, int, float, int, float]  # duration, needs, hop before it, makes, hold after it
+# An action: its duration, the result it needs, the hop before that arrives, the result it makes,
+# and the time that its rank stays busy afterwards. Results are numbers.
+_Row = tuple[float, int, float, int, float]
 
 
-class _Table:
-    """Numbers the results that other actions can wait for: F of (stage, mb), then B of it."""
+class _Encoder:
+    """Encodes actions as numbers.
+
+    Results that other actions can wait for are numbered: F of every (stage, mb), then B of every
+    (stage, mb).
+    """
 
     def __init__(self, schedule: Schedule, durations: Durations) -> None:
         stages, m = schedule.num_stages, schedule.m
         self.m, self.last = m, stages - 1
         self.num_results = 2 * stages * m
         self.backward_base = stages * m
-        cross = [durations.hop * (a != b) for a, b in _neighbours(schedule.place)]
+        cross = [0.0 if a == b else durations.hop for a, b in pairwise(schedule.place)]
         self.before = {FORWARD: [0.0, *cross], BACKWARD: [*cross, 0.0]}
         hold = [0.0 if durations.overlap else hop for hop in cross]
         self.after = {FORWARD: [*hold, 0.0], BACKWARD: [0.0, *hold]}
         self.durations = {kind: durations.of_kind(kind) for kind in COMPUTE}
 
     def encode(self, actions: Sequence[Action]) -> list[_Row]:
-        """A rank's actions as numbers; what an action needs of its own rank must come before."""
+        """A rank's actions as numbers.
+
+        A result that an action needs from its own rank must come before it in the list, so it is
+        checked here: `_NEVER` marks an action that would wait forever.
+        """
         m, last, base = self.m, self.last, self.backward_base
         forwards, backwards = bytearray(base), bytearray(base)
         before_f, before_b = self.before[FORWARD], self.before[BACKWARD]
         after_f, after_b = self.after[FORWARD], self.after[BACKWARD]
         durations = self.durations
+
+        # `forwards` and `backwards` mark the results that the rank has made so far.
         rows: list[_Row] = []
         for kind, stage, mb in actions:
             at = stage * m + mb
@@ -214,13 +234,16 @@ class _Table:
 def _run(
     rows: list[list[_Row]], num_results: int
 ) -> tuple[list[list[float]], list[list[float]], dict[int, int]]:
-    """Starts and ends per rank, and the ranks that are left waiting: rank -> index."""
-    made = [-1.0] * (num_results + 1)  # when each result was there; the last one is never made
+    """Starts and ends per rank, and the ranks that wait forever: rank -> index of its action."""
+    made = [-1.0] * (num_results + 1)  # time of each result; the extra last one is never made
     starts: list[list[float]] = [[] for _ in rows]
     ends: list[list[float]] = [[] for _ in rows]
     free = [0.0] * len(rows)
-    waiter: dict[int, int] = {}
+    waiter: dict[int, int] = {}  # result -> the one rank that waits for it
     stuck: dict[int, int] = {}
+
+    # Each rank runs as far as it can; a result wakes the rank that waits for it. The order in which
+    # ranks are taken changes no time, since a start depends on results and the own rank only.
     ready = list(range(len(rows)))
     while ready:
         rank = ready.pop()
@@ -229,12 +252,12 @@ def _run(
         for index in range(len(rank_starts), len(row)):
             duration, need, hop, makes, hold = row[index]
             if need != _NOTHING:
-                there = made[need] if need >= 0 else -1.0
-                if there < 0.0:
+                ready_at = made[need] if need >= 0 else -1.0
+                if ready_at < 0.0:
                     waiter[need], stuck[rank] = rank, index
                     break
-                if there + hop > now:
-                    now = there + hop
+                if ready_at + hop > now:
+                    now = ready_at + hop
             rank_starts.append(now)
             now += duration
             rank_ends.append(now)
@@ -245,14 +268,6 @@ def _run(
                 now += hold
         free[rank] = now
     return starts, ends, stuck
-
-
-def _compute_actions(schedule: Schedule) -> list[tuple[Action, ...]]:
-    return [tuple(a for a in actions if a.kind in COMPUTE) for actions in schedule.ranks]
-
-
-def _neighbours(place: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(place))
 
 
 def _deadlock(

@@ -22,7 +22,7 @@ from megalite.config.resume import ALL_LISTED, DATA, HORIZON, Change, may_change
 from megalite.data.fingerprint import WHOLE_BYTES
 from megalite.errors import CheckpointError
 from megalite.run.batch_plan import BatchPlan, batch_plan, horizon_steps
-from megalite.run.lr_phases import Phases, lr_phases
+from megalite.run.lr_phases import LrPhases, lr_phases
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def as_records(changed: Sequence[Changed]) -> list[dict[str, Any]]:
     ]
 
 
-def _same_rates(before: Phases, now: Phases, schedule: str, position: int) -> bool:
+def _same_rates(before: LrPhases, now: LrPhases, schedule: str, position: int) -> bool:
     """Whether moving the horizon leaves the learning rates of all steps alone, done or not."""
     if schedule in ("constant", "inverse_sqrt"):
         return True
@@ -139,7 +139,7 @@ def _same_rates(before: Phases, now: Phases, schedule: str, position: int) -> bo
     return (before.unit, before.decay_start, before.end) == (now.unit, now.decay_start, now.end)
 
 
-def _phases(config: RunConfig, plan: BatchPlan) -> Phases:
+def _phases(config: RunConfig, plan: BatchPlan) -> LrPhases:
     length = config.data.seq_length
     steps = horizon_steps(config, plan)
     return lr_phases(config.optimizer, steps, lambda step: plan.first_sample(step) * length)

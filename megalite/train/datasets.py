@@ -12,7 +12,7 @@ from megalite.config import RunConfig
 from megalite.config.inputs import Source, sources, split_set_names
 from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
-from megalite.data.dataset import Span, TokenDataset
+from megalite.data.dataset import TokenDataset, TokenSpan
 from megalite.data.fingerprint import Identity, identify
 from megalite.data.sidecar import require_tokenizer
 from megalite.distributed.agree import all_equal
@@ -117,7 +117,7 @@ def _open(path: str, config: RunConfig) -> TokenDataset:
     return dataset
 
 
-def _split(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, Span]:
+def _split(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, TokenSpan]:
     """A source's spans by part; each part of a share above 0 holds a sample."""
     try:
         return dataset.split(config.data.split, config.data.seq_length)
@@ -133,12 +133,12 @@ def _batches(config: RunConfig) -> Callable[..., Batches]:
     known = cache(lambda dataset: dataset.check_vocab(vocab_size).how in ("dtype", "scan"))
 
     def make(
-        spans: Span | list[Span],
+        spans: TokenSpan | list[TokenSpan],
         seed: int,
         weights: list[Fraction] | None = None,
         once: bool = False,
     ) -> Batches:
-        listed = [spans] if isinstance(spans, Span) else spans
+        listed = [spans] if isinstance(spans, TokenSpan) else spans
         checked = [known(span.data) for span in listed]
         return Batches(
             listed,

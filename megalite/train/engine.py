@@ -22,6 +22,7 @@ from megalite.model.transformer import Transformer
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
 from megalite.pipeline.runtime import PipelineRuntime
 from megalite.pipeline.stage import Boundary
+from megalite.run.batch_plan import num_micro_batches
 from megalite.run.pipeline_schedule import make_schedule
 from megalite.run.stages import stage_layer_counts
 from megalite.tensor_parallel.context import TensorParallel
@@ -40,9 +41,8 @@ class Engine:
         self.config, self.mesh = config, mesh
         self.dtype = DTYPES[config.train.dtype]
         set_tf32(config.train.tf32, mesh.device)
-        per_replica = config.train.micro_batch * mesh.dp.size
-        num_micro_batches = config.train.global_batch // per_replica
-        place = make_schedule(config, num_micro_batches).place
+        full = num_micro_batches(config)
+        place = make_schedule(config, full).place
         self.ops = choose_kernels(config, mesh.device, self.dtype)
         self.chunks = build_chunks(config, mesh, self.dtype, place, self.ops)
         self.optimizer = DistributedOptimizer(
@@ -53,21 +53,21 @@ class Engine:
             tokens //= mesh.tp.size
         self._boundary = Boundary((tokens, config.model.hidden_size), self.dtype)
         self._runtimes: dict[int, PipelineRuntime] = {}  # by microbatches of a step
-        self.runtime = self._runtime_for(num_micro_batches)
+        self.runtime = self._runtime_for(full)
         self.z_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
-    def _runtime_for(self, num_micro_batches: int) -> PipelineRuntime:
+    def _runtime_for(self, count: int) -> PipelineRuntime:
         """The pipeline for a number of microbatches; all ranks make it at the same point."""
-        if num_micro_batches not in self._runtimes:
-            self._runtimes[num_micro_batches] = PipelineRuntime(
-                make_schedule(self.config, num_micro_batches),
+        if count not in self._runtimes:
+            self._runtimes[count] = PipelineRuntime(
+                make_schedule(self.config, count),
                 self.chunks,
                 self.mesh,
                 self._boundary,
                 on_last_backward_start=self.optimizer.expect_last,
                 on_reduce=self.optimizer.finish_chunk,
             )
-        return self._runtimes[num_micro_batches]
+        return self._runtimes[count]
 
     def forward_backward(self, batches: Sequence[TokenBatch], *, trace: bool = False) -> Tensor:
         """Gradients of a step's microbatches; this rank's part of the loss (0 off the last stage).

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megalite.distributed import comm
 from megalite.schedules import Action
-from megalite.schedules.simulate import Span
+from megalite.schedules.simulate import TimedAction
 from megalite.schedules.view.trace import TRACE_FILE, Measured
 from megalite.train.engine import Engine
 
@@ -20,7 +20,10 @@ def save_trace(engine: Engine, folder: Path, step: int) -> None:
     everyone = comm.all_gather_object(mine, engine.mesh.pp)
     if engine.mesh.rank == 0:
         spans = [
-            [Span(Action(kind, stage, mb), start, end) for kind, stage, mb, start, end in row]
+            [
+                TimedAction(Action(kind, stage, mb), start, end)
+                for kind, stage, mb, start, end in row
+            ]
             for row in everyone
         ]
         name = str(engine.config.pipeline.schedule)

@@ -69,7 +69,7 @@ def launched(
 
 def _part(board: Board | None) -> None:
     if board is not None:
-        board.part(_LINGER_S)
+        board.leave(_LINGER_S)
 
 
 def tell(error: MegaliteError, launch: Launch, board: Board | None) -> None:
@@ -77,7 +77,7 @@ def tell(error: MegaliteError, launch: Launch, board: Board | None) -> None:
     if isinstance(error, PeerFailedError):
         return  # that rank tells
     text = str(error)
-    if board is None or board.first_to_say(text):
+    if board is None or board.first_to_report(text):
         for line in text.splitlines():
             _say(f"[rank {launch.rank}] error: {line}")
 
@@ -94,12 +94,12 @@ def train_rank(
     `accept`: settings that may differ from those of the checkpoint to resume from. After a run
     that was not cut by an error, SIGTERM and SIGUSR1 are ignored: its code stands.
     """
-    parallel, timeout_s = config.parallel, config.train.timeout_s
+    timeout_s = config.train.timeout_s
     if config.train.deterministic:
         prepare_deterministic()
         use_deterministic(True)
     with flag or SignalFlag() as flag:
-        topology = Topology(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+        topology = Topology.of(config.parallel)
         mesh = Mesh(topology, device, timeout_s=timeout_s)
         require_same_config(config, mesh, accept)
         mesh.create()

@@ -15,7 +15,7 @@ from megalite.checkpoint.find import Checkpoint
 from megalite.config import RunConfig
 from megalite.config.resume import DATA
 from megalite.errors import CheckpointError
-from megalite.run.batch_plan import BatchPlan, Stage, batch_plan, horizon_steps
+from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps
 from megalite.train import state
 from megalite.train.changes import (
     Changed,
@@ -62,7 +62,7 @@ def resume(
     manifest: Any = found.manifest
     saved: dict[str, Any] = manifest.state["trainer"]
     step = int(saved["step"])
-    plan = batch_plan(config, [Stage(*stage) for stage in saved["stages"]], step)
+    plan = batch_plan(config, [BatchStage(*stage) for stage in saved["stages"]], step)
     steps = horizon_steps(config, plan)
     if step > steps:
         raise CheckpointError(

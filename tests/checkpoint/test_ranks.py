@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint import GroupRanks, NamedPiece, SingleRank, find_latest, load, save
-from megalite.checkpoint.ranks import Ranks, on_first, together
+from megalite.checkpoint.ranks import Ranks, on_all, on_first
 from megalite.errors import CheckpointError
 from megalite.layout.sharding import ShardSpec
 from tests.checkpoint.kit import run_ranks
@@ -27,7 +27,7 @@ def in_gloo_rank(store: Path, rank: int, root: Path) -> None:
     assert ranks.broadcast(b"" if rank == 0 else b"y") == b""
     ranks.barrier()
     with pytest.raises(CheckpointError, match="here: rank 2: ZeroDivisionError"):
-        together(ranks, "here", lambda: 1 // (2 - rank))
+        on_all(ranks, "here", lambda: 1 // (2 - rank))
     spec = ShardSpec("w", (5, 7))
     whole = torch.arange(35.0)
     low, high = 12 * rank, min(12 * rank + 12, 35)
@@ -56,9 +56,9 @@ def test_three_gloo_processes(tmp_path: Path) -> None:
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 
 
-def test_the_same_failure_is_said_once() -> None:
+def test_the_same_failure_is_reported_once() -> None:
     def fail(ranks: Ranks) -> None:
-        together(ranks, "doing this", lambda: 1 / 0)
+        on_all(ranks, "doing this", lambda: 1 / 0)
 
     errors = run_ranks(4, fail)
     wanted = "doing this: rank 0 and 3 more: ZeroDivisionError: division by zero"
@@ -68,7 +68,7 @@ def test_the_same_failure_is_said_once() -> None:
 
 def test_many_different_failures_are_cut_short() -> None:
     def fail(ranks: Ranks) -> None:
-        together(ranks, "doing this", lambda: dict[int, int]()[ranks.rank])
+        on_all(ranks, "doing this", lambda: dict[int, int]()[ranks.rank])
 
     errors = run_ranks(5, fail)
     assert len({str(e) for e in errors}) == 1

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megalite.checks.schedule import require_schedule, schedule_problems
+from megalite.checks import check_and_resolve
+from megalite.checks.schedule import schedule_problems
 from megalite.cli.main import app
 from megalite.errors import ConfigError
 from megalite.schedules import build
@@ -104,6 +105,6 @@ def test_the_command_line_answers_with_the_other_mistakes(path: Path, tmp_path: 
 
 def test_a_resolved_config_is_held_against_its_own_number_of_replicas(path: Path) -> None:
     settings: dict[str, Any] = {"pipeline__schedule": f"file:{path}", "parallel__pp": 2}
-    require_schedule(config(**settings, parallel__dp=4))
+    check_and_resolve(config(**settings, parallel__dp=4))
     with pytest.raises(ConfigError, match="is for 4 microbatches"):
-        require_schedule(config(**settings, parallel__dp=2))
+        check_and_resolve(config(**settings, parallel__dp=2))

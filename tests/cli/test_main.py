@@ -42,8 +42,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Stands in for the trainer and records what it is called with."""
     calls: list[dict[str, Any]] = []
     launch = types.ModuleType("megalite.train.launch")
-    launch.train_command = lambda loaded, **rest: calls.append(  # type: ignore[attr-defined]
-        {"loaded": loaded, **rest}
+    launch.train_command = lambda config, launch, **rest: calls.append(  # type: ignore[attr-defined]
+        {"config": config, "launch": launch, **rest}
     )
     monkeypatch.setitem(sys.modules, "megalite.train.launch", launch)
     return calls
@@ -112,15 +112,14 @@ def test_train_hands_over_a_checked_config(run_file: Path, started: list[dict[st
     assert result.exit_code == 0, result.output
     (call,) = started
     assert call["local"] is True
-    assert call["loaded"].config.train.steps == 7
-    assert call["loaded"].config.name == "x1"
-    assert call["loaded"].origins["name"] == "override"
+    assert call["config"].train.steps == 7
+    assert call["config"].name == "x1"
 
 
 def test_options_may_stand_between_overrides(run_file: Path, started: list[dict[str, Any]]) -> None:
     result = invoke("train", "--local", run_file, "train.steps=7", "--name", "x", "train.seed=5")
     assert result.exit_code == 0, result.output
-    assert started[0]["loaded"].config.train.seed == 5
+    assert started[0]["config"].train.seed == 5
 
 
 def test_print_config_shows_origins_and_does_not_train(
@@ -179,7 +178,7 @@ def test_usage_mistakes_exit_2_without_traceback(arguments: list[str]) -> None:
 def test_errors_of_other_parts_are_lines_too(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(loaded: object, **_: object) -> None:
+    def fail(config: object, launch: object, **_: object) -> None:
         raise DataError("the corpus is empty")
 
     launch = types.ModuleType("megalite.train.launch")

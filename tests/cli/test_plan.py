@@ -176,7 +176,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
         other = run(one_gpu, *kept, *change.split(), *count, "--hardware", "h100")
         assert other.exit_code == 0, (change, other.output)
         assert f"memory       {needed} of 79.1 GiB" in other.stdout
-        assert f"= {report.world_size} ranks" in other.stdout
+        assert f"= {report.layout.world_size} ranks" in other.stdout
 
 
 @pytest.mark.parametrize(("tp", "changed"), [(2, 1), (1, 2)])

@@ -412,6 +412,17 @@ def test_two_runs_for_one_dataset_at_once_are_refused(work: Path, tmp_path: Path
         run(work, tmp_path / "out")
 
 
+def test_calls_out_of_order_are_refused(tmp_path: Path) -> None:
+    with Unfinished(tmp_path / "out") as unfinished:
+        for call in (unfinished.accept, unfinished.seal, unfinished.remove):
+            with pytest.raises(AssertionError):
+                call()
+        unfinished.begin({})
+        unfinished.seal()
+        with pytest.raises(AssertionError):
+            unfinished.begin({})
+
+
 def test_a_killed_worker_is_an_error_that_names_the_place(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,11 +446,11 @@ def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.Monkey
     encoder = Encoder(Tokenizer(work / "t.model"), EncodeOptions("text", "skip"))
     given_out = 0
 
-    def chunks() -> Iterator[sources.Chunk]:
+    def chunks() -> Iterator[sources.CorpusChunk]:
         nonlocal given_out
         for n in range(40):
             given_out += 1
-            yield sources.Chunk("lines", b'{"text": "a"}\n' * 50, "f", 50 * n + 1)
+            yield sources.CorpusChunk("lines", b'{"text": "a"}\n' * 50, "f", 50 * n + 1)
 
     for held_bytes, most in ((1 << 20, 5), (1000, 2)):
         monkeypatch.setattr(encode_pool, "HELD_BYTES", held_bytes)

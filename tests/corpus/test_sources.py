@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megalite.corpus import sources
 from megalite.corpus.corpus import open_corpus
-from megalite.corpus.documents import Chunk, CorpusReport, parse
+from megalite.corpus.documents import CorpusChunk, CorpusReport, Fault, parse
 from megalite.corpus.sources import cut_lines
 from megalite.errors import DataError
 from tests.data.kit import PROPERTY
@@ -54,11 +54,15 @@ def test_chunks_hold_every_line_with_its_number(
 
 
 def test_a_chunk_survives_its_header() -> None:
-    chunk = Chunk("texts", b"ab", "", 1, (1, 0, 1), ("a", "b", "c"), {1: "null"}, 7)
-    copied = Chunk.from_header(json.loads(json.dumps(chunk.header())), chunk.payload)
-    assert list(parse(copied, "text")) == [(0, "a", ""), (1, "", "null"), (2, "b", "")]
+    faults = {2: Fault("null"), 1: Fault("missing key 'x'", "it has 'y'")}
+    chunk = CorpusChunk("texts", b"ab", "", 1, (1, 0, 0, 1), ("a", "b", "c", "d"), faults, 7)
+    header = json.loads(json.dumps(chunk.header()))
+    assert header["faults"] == [[1, "missing key 'x'\nit has 'y'"], [2, "null"]]  # digests need it
+    copied = CorpusChunk.from_header(header, chunk.payload)
+    found = [(0, "a", None), (1, "", faults[1]), (2, "", faults[2]), (3, "b", None)]
+    assert list(parse(copied, "text")) == found
     assert copied.digest() == chunk.digest()
-    assert chunk.digest() != Chunk("texts", b"ab", "", 1, (2, 0, 0), ("a", "b", "c")).digest()
+    assert chunk.digest() != CorpusChunk("texts", b"ab", "", 1, (2, 0, 0), ("a", "b", "c")).digest()
 
 
 RECORDS = [{"text": f"text {n} \u00e9"} for n in range(300)]
@@ -197,5 +201,6 @@ def test_the_quick_parser_decides_as_the_standard_library(
     whole = json.dumps({"text": value}, ensure_ascii=ascii_only).encode(errors="surrogatepass")
     for line in (whole, whole[:at] + b"".join(parts) + whole[at:], b"".join(parts)):
         if line.strip() and b"\n" not in line:
-            found = [(text, fault) for _, text, fault in parse(Chunk("lines", line), "text")]
+            documents = parse(CorpusChunk("lines", line), "text")
+            found = [(text, "" if fault is None else fault.name) for _, text, fault in documents]
             assert found == [plainly(line)]

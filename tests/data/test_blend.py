@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.shares import exact
+from megalite.config.shares import decimal_fraction
 from megalite.data.blend import Blend
 from megalite.errors import ConfigError
 from tests.data.kit import PROPERTY
@@ -20,7 +20,7 @@ DECIMALS = st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any)
 
 
 def blend(*weights: float) -> Blend:
-    return Blend([exact(weight) for weight in weights])
+    return Blend([decimal_fraction(weight) for weight in weights])
 
 
 def worst_error(made: Blend, length: int, start: int = 0) -> float:

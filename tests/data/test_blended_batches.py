@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 
 from megalite.data import fingerprint
 from megalite.data.batches import Batches
-from megalite.data.dataset import Span, TokenDataset
+from megalite.data.dataset import TokenDataset, TokenSpan
 from megalite.data.fingerprint import identify
 from megalite.data.indexed import HEADER, MAGIC, IndexedDataset
 from megalite.errors import DataError
 from tests.data.kit import PROPERTY, write_dataset
 
 S = 4  # tokens a sample
-Opened = dict[tuple[int, int], Span]
+Opened = dict[tuple[int, int], TokenSpan]
 
 
 @pytest.fixture(scope="module")
-def open_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Span]:
+def open_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], TokenSpan]:
     """open_source(k, samples): a span whose token t is 1000 k + t, made once."""
     folder, made = tmp_path_factory.mktemp("sources"), Opened()
 
-    def build(source: int, samples: int) -> Span:
+    def build(source: int, samples: int) -> TokenSpan:
         if (source, samples) not in made:
             ids = np.arange(samples * S + 1) + 1000 * source
             prefix = write_dataset(folder / f"{source}-{samples}", [ids], vocab_size=9000)
@@ -52,7 +52,7 @@ BLENDS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, 
 @PROPERTY
 @given(blend=BLENDS, seed=st.integers(0, 99), first=st.integers(0, 10**6))
 def test_shares_are_exact_and_each_source_goes_through_its_own_epochs(
-    open_source: Callable[[int, int], Span],
+    open_source: Callable[[int, int], TokenSpan],
     blend: list[tuple[int, int]],
     seed: int,
     first: int,
@@ -76,7 +76,7 @@ def test_shares_are_exact_and_each_source_goes_through_its_own_epochs(
 
 @pytest.mark.parametrize(("dp", "micro_batch"), [(1, 1), (1, 8), (2, 2), (4, 1), (8, 1)])
 def test_layouts_give_the_same_tokens_of_a_blend(
-    open_source: Callable[[int, int], Span], dp: int, micro_batch: int
+    open_source: Callable[[int, int], TokenSpan], dp: int, micro_batch: int
 ) -> None:
     spans = [open_source(0, 30), open_source(1, 3), open_source(2, 7)]
     batches = Batches(spans, S, 5, weights=[Fraction(6), Fraction(3), Fraction(1)])
@@ -89,7 +89,7 @@ def test_layouts_give_the_same_tokens_of_a_blend(
 
 
 def test_sources_of_one_size_go_in_different_orders_and_one_source_as_without_a_blend(
-    open_source: Callable[[int, int], Span],
+    open_source: Callable[[int, int], TokenSpan],
 ) -> None:
     spans = [open_source(0, 30), open_source(1, 30)]
     ids = Batches(spans, S, 5, weights=[Fraction(1)] * 2).sample_ids(0, 60)
@@ -101,9 +101,9 @@ def test_sources_of_one_size_go_in_different_orders_and_one_source_as_without_a_
 
 
 def test_a_source_of_weight_zero_needs_no_sample_and_gives_none(
-    open_source: Callable[[int, int], Span],
+    open_source: Callable[[int, int], TokenSpan],
 ) -> None:
-    empty = Span(open_source(1, 3).data, "train", 0, 1)
+    empty = TokenSpan(open_source(1, 3).data, "train", 0, 1)
     batches = Batches([open_source(0, 5), empty], S, 1, weights=[Fraction(1), Fraction(0)])
     assert Counter(batches.sample_ids(0, 10).tolist()) == dict.fromkeys(range(5), 2)
     with pytest.raises(DataError, match="train gets 1 of 13 tokens"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.corpus.indexed_writer import IndexedWriter, Written
+from megalite.corpus.indexed_writer import IndexedWriter, WrittenDataset
 from megalite.data import fingerprint, vocab
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset
@@ -21,7 +21,7 @@ Make = Callable[..., Path]
 
 
 def with_sidecar(prefix: Path, ids: list[int], **changed: object) -> Path:
-    def extras(written: Written) -> dict[str, bytes]:
+    def extras(written: WrittenDataset) -> dict[str, bytes]:
         values: dict[str, object] = {
             "vocab_size": 1000,
             "eos_id": 2,
@@ -76,7 +76,7 @@ def test_large_dataset_without_sidecar_is_sampled_and_then_checked_while_read(
 ) -> None:
     monkeypatch.setattr(vocab, "SCAN_TOKENS", 4)
     monkeypatch.setattr(vocab, "SAMPLE_TOKENS", 4)
-    monkeypatch.setattr(vocab, "SCAN_CHUNK", 2)
+    monkeypatch.setattr(vocab, "SCAN_BLOCK", 2)
     data = TokenDataset(make([[1, 2, 900, 901, 5, 6, 7, 8]]))
     check = data.check_vocab(10)  # blocks 0 and 2 are read; 900 lies in block 1
     assert (check.how, check.max_id) == ("sample", 6)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megalite.config.shares import exact
+from megalite.config.shares import decimal_fraction
 from megalite.data import windows
 from megalite.data.blend import Blend, _best_tree, _Tree
-from megalite.data.windows import Halving, Shares, Span, earliest_deadlines, state_within
+from megalite.data.windows import Halving, Interval, Shares, earliest_deadlines, state_within
 from tests.data.kit import PROPERTY
 
 LARGE = st.integers(1, 2**64)
@@ -122,23 +122,23 @@ def test_between_any_two_states_is_one_that_leads_from_one_to_the_other(
     afters = states(weights, last, range(first + 1, last))
     for before, after in product(befores[::3] or befores, afters[::3] or afters):
         if all(a <= b for a, b in zip(before, after, strict=True)):
-            found = state_within(shares, Span(first, last, before, after), middle)
+            found = state_within(shares, Interval(first, last, before, after), middle)
             assert sum(found) == middle
             assert all(
                 max(low, floor(w * middle)) <= count <= min(high, ceil(w * middle))
                 for low, count, high, w in zip(before, found, after, weights, strict=True)
             )
             assert reaches(weights, middle, found, range(first + 1, last))
-            earliest_deadlines(shares, Span(first, middle, before, found))
-            earliest_deadlines(shares, Span(middle, last, found, after))
+            earliest_deadlines(shares, Interval(first, middle, before, found))
+            earliest_deadlines(shares, Interval(middle, last, found, after))
 
 
 def test_a_seek_finds_few_states_and_its_neighbours_none(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def counted(shares: Shares, span: Span, middle: int) -> list[int]:
+    def counted(shares: Shares, interval: Interval, middle: int) -> list[int]:
         calls.append(middle)
-        return state_within(shares, span, middle)
+        return state_within(shares, interval, middle)
 
     monkeypatch.setattr(windows, "state_within", counted)
     raw = [Fraction(1, 3**n) for n in range(60)]
@@ -149,13 +149,13 @@ def test_a_seek_finds_few_states_and_its_neighbours_none(monkeypatch: pytest.Mon
     made.at(10**15 + 10, 5)
     made.counts(10**15 + 200)
     assert len(calls) == seek
-    made.at(10**15, 5000)  # ten spans further, twice a state for each
+    made.at(10**15, 5000)  # ten intervals further, twice a state for each
     assert len(calls) <= seek + 20
 
 
 def test_five_and_more_uneven_weights_leave_one_by_a_tree_but_not_in_a_blend() -> None:
     raw = [0.012278, 0.112399, 0.392837, 0.683864, 0.138691, 0.112444]
-    made = Blend([exact(weight) for weight in raw])
+    made = Blend([decimal_fraction(weight) for weight in raw])
     before = _Tree(made.weights, _best_tree(made.weights, limit=2))
     with pytest.raises(AssertionError):
         assert_within_one(before, made.weights, 0, 3000)

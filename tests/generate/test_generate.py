@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from megalite.cli.main import app
 from megalite.corpus.prepare import prepare
 from megalite.errors import ConfigError, DataError
-from megalite.generate.generate import generate, load_model, open_run
+from megalite.generate.generate import generate, load_model, open_run_checkpoint
 from megalite.generate.sampling import Sampling
 from tests.pool import RankPool
 from tests.train.kit.runs import make_config, train, world_size
@@ -140,7 +140,7 @@ def test_without_a_checkpoint_it_is_refused_in_a_line(tmp_path: Path) -> None:
 
 
 def test_it_stops_after_the_end_of_a_document(runs: Path) -> None:
-    model, _ = load_model(open_run(runs / "tp2"))
+    model, _ = load_model(open_run_checkpoint(runs / "tp2"))
     first = generate(model, [5, 6], 8, Sampling(temperature=0))
     assert len(first) == 8
     stopped = generate(model, [5, 6], 8, Sampling(temperature=0), eos_id=first[0])

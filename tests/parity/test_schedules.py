@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalite.schedules.catalogue import KINDS
+from megalite.schedules.catalogue import SCHEDULES
 from tests.parity.case import Case
 from tests.parity.run import assemble, compare, reference, train_rank
 from tests.parity.test_parity import check
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.long
 
 def case_of(name: str, pp: int, m: int, index: int) -> Case:
     """A case of a schedule; other options take turns, so that each schedule meets several."""
-    kind = KINDS.get(name)
-    vpp = 1 if kind is not None and kind.allows(1) and name != "gpipe" else 2
+    named = SCHEDULES.get(name)
+    vpp = 1 if named is not None and named.chunks.allows(1) and name != "gpipe" else 2
     options: list[dict[str, Any]] = [
         {"tied": True, "recompute": "stage", "mask": "ragged"},
         {"tied": True, "chunk_tokens": 7, "vocab": 131},
@@ -30,7 +30,7 @@ def case_of(name: str, pp: int, m: int, index: int) -> Case:
     return Case(pp=pp, vpp=vpp, schedule=name, m=m, **options[index % len(options)])
 
 
-NAMES = [*KINDS, "family:f=1.5,lag=0.5,group=3"]
+NAMES = [*SCHEDULES, "family:f=1.5,lag=0.5,group=3"]
 CASES = [
     *(case_of(name, 2, 5, index) for index, name in enumerate(NAMES)),
     *(case_of(name, 4, 9, index + 1) for index, name in enumerate(NAMES)),
@@ -52,10 +52,10 @@ def test_schedule_equals_one_process(pool: RankPool, case: Case) -> None:
 def full_cases() -> list[Case]:
     """Every name on 2, 4 and 8 ranks with 1, 2 and 4 chunks where it is defined."""
     cases = []
-    for index, (name, kind) in enumerate(KINDS.items()):
+    for index, (name, named) in enumerate(SCHEDULES.items()):
         for pp in (2, 4, 8):
             numbers = (2 * pp, 2 * pp + 1) if name == "dualpipe-v" else (1, pp, 2 * pp + 1)
-            for m, vpp in product(numbers, (v for v in (1, 2, 4) if kind.allows(v))):
+            for m, vpp in product(numbers, (v for v in (1, 2, 4) if named.chunks.allows(v))):
                 case = case_of(name, pp, m, index + len(cases))
                 cases.append(replace(case, vpp=vpp))
     return cases

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.schedules import NAMES, Action
-from megalite.schedules.catalogue import KINDS
+from megalite.schedules.catalogue import SCHEDULES
 from tests.pipeline.kit import problems
 
 pytestmark = pytest.mark.long
@@ -28,7 +28,8 @@ def draw(seed: int, p: int) -> tuple[str, int, int]:
         f, lag = rng.choice([1, 1.25, 1.5, 2]), rng.choice([0, 0.5, 1, 2])
         group = rng.choice(["", ",fused", ",group=3" if m > 3 else ""])
         return f"family:f={f},lag={lag}{group}", rng.randint(1, 3), m
-    v = {"any": rng.randint(1, 3), "1": 1, "2": 2, ">= 2": rng.randint(2, 3)}[KINDS[name].v]
+    chunks = SCHEDULES[name].chunks
+    v = rng.choice([v for v in (1, 2, 3) if chunks.allows(v)])
     return name, v, max(m, 2 * p) if name == "dualpipe-v" else m
 
 

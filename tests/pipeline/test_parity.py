@@ -8,7 +8,7 @@ import pytest
 
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
-from megalite.schedules import KINDS
+from megalite.schedules.catalogue import SCHEDULES as NAMED_SCHEDULES
 from tests.pipeline.kit import (
     BOUNDARY,
     make_schedule,
@@ -64,8 +64,8 @@ def named_cases(p, every_m):
     these for each name, with its fewest chunks.
     """
     found = []
-    for name, kind in KINDS.items():
-        chunks = [v for v in (1, 2, 4) if kind.allows(v)]
+    for name, schedule in NAMED_SCHEDULES.items():
+        chunks = [v for v in (1, 2, 4) if schedule.chunks.allows(v)]
         fewest = 2 * p if name == "dualpipe-v" else 1
         numbers = range(fewest, 2 * p + 2) if every_m else [max(fewest, p + 1)]
         found += [(name, v, m) for v in (chunks if every_m else chunks[:1]) for m in numbers]

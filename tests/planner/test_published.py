@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megalite.checks.settings import require_valid, resolve
+from megalite.checks import check_and_resolve
 from megalite.config import (
     DataConfig,
     ModelConfig,
@@ -59,16 +59,16 @@ ROWS = [
 
 
 def planned_gib(row: Measured) -> list[float]:
-    config = RunConfig(
-        model=ModelConfig(**row.model, vocab_size=128256),  # type: ignore[arg-type]
-        parallel=ParallelConfig(tp=row.tp, pp=row.pp, dp=row.dp, sequence_parallel=row.tp > 1),
-        pipeline=PipelineConfig(schedule="1f1b"),
-        optimizer=OptimizerConfig(lr=1e-4, lr_schedule="constant"),
-        data=DataConfig(path="x", tokenizer="x.model", seq_length=4096),
-        train=TrainConfig(steps=1, global_batch=4 * row.dp, micro_batch=1, dtype="bfloat16"),
+    config = check_and_resolve(
+        RunConfig(
+            model=ModelConfig(**row.model, vocab_size=128256),  # type: ignore[arg-type]
+            parallel=ParallelConfig(tp=row.tp, pp=row.pp, dp=row.dp, sequence_parallel=row.tp > 1),
+            pipeline=PipelineConfig(schedule="1f1b"),
+            optimizer=OptimizerConfig(lr=1e-4, lr_schedule="constant"),
+            data=DataConfig(path="x", tokenizer="x.model", seq_length=4096),
+            train=TrainConfig(steps=1, global_batch=4 * row.dp, micro_batch=1, dtype="bfloat16"),
+        )
     )
-    require_valid(config)
-    config = resolve(config)
     schedule = make_schedule(config, 4)
     timeline = simulate(schedule, modelled_durations(config))
     ranks = rank_memory(config, stages_of(config, schedule.place), schedule, timeline)

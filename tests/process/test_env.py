@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megalite.errors import ConfigError
 from megalite.process.env import check_interface, end_process, hold_port, init_process, pick_device
-from megalite.process.launcher import Launch, first_host, read_launch, speaks_for_host
+from megalite.process.launcher import Launch, first_host, is_first_on_host, read_launch
 
 TORCHRUN = {
     "RANK": "5",
@@ -170,10 +170,10 @@ def test_who_cannot_join_says_where() -> None:
     )
 
 
-def test_the_first_process_of_a_host_speaks_for_it() -> None:
-    assert speaks_for_host({})
-    assert [speaks_for_host({"LOCAL_RANK": str(n)}) for n in range(3)] == [True, False, False]
-    assert not speaks_for_host(SLURM)
-    assert speaks_for_host(SLURM | {"SLURM_LOCALID": "0"})
-    assert speaks_for_host({"SLURM_LOCALID": "1", "SLURM_NTASKS": "1"})
-    assert speaks_for_host({"LOCAL_RANK": "x"})
+def test_the_first_process_of_a_host_is_known() -> None:
+    assert is_first_on_host({})
+    assert [is_first_on_host({"LOCAL_RANK": str(n)}) for n in range(3)] == [True, False, False]
+    assert not is_first_on_host(SLURM)
+    assert is_first_on_host(SLURM | {"SLURM_LOCALID": "0"})
+    assert is_first_on_host({"SLURM_LOCALID": "1", "SLURM_NTASKS": "1"})
+    assert is_first_on_host({"LOCAL_RANK": "x"})

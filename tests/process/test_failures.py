@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.process.failures import Failed, retell
+from megalite.process.failures import RankFailure, summarize
 
 LOST = "RuntimeError: rank {} (tp {}, dp 0) has no tokens on cuda:{}"
 
 
-def lost(*ranks: int) -> list[Failed]:
-    return [(rank, LOST.format(rank, rank, rank)) for rank in ranks]
+def lost(*ranks: int) -> list[RankFailure]:
+    return [RankFailure(rank, LOST.format(rank, rank, rank)) for rank in ranks]
 
 
 @pytest.mark.parametrize(
-    ("told", "others", "lines"),
+    ("first", "others", "lines"),
     [
         (None, [], []),
         ((1, "a"), [(0, "a"), (2, "a")], []),
         ((1, "a"), [(0, "b"), (2, "b"), (3, "c")], ["then ranks 0, 2: b", "then rank 3: c"]),
         (lost(1)[0], lost(0, 2), ["then ranks 0, 2: the same, each of itself"]),
         (None, lost(0, 2), [f"then ranks 0, 2: {lost(0)[0][1]} (each of itself)"]),
-        # Of another rank, of another matter, and three that say the same of one of them.
+        # Of another rank, of another matter, and three that report the same of one of them.
         ((1, "rank 1 is lost"), [(2, "rank 3 is lost")], ["then rank 2: rank 3 is lost"]),
         (
             (1, "rank 1 (no memory)"),
@@ -41,6 +41,7 @@ def lost(*ranks: int) -> list[Failed]:
     ],
 )
 def test_what_differs_in_the_own_place_alone_is_told_once(
-    told: Failed | None, others: list[Failed], lines: list[str]
+    first: tuple[int, str] | None, others: list[tuple[int, str]], lines: list[str]
 ) -> None:
-    assert retell(told, others) == lines
+    failed = None if first is None else RankFailure(*first)
+    assert summarize(failed, [RankFailure(*other) for other in others]) == lines

@@ -1,4 +1,4 @@
-"""The notice board and the watch: which rank is to blame, told once. No processes: one store."""
+"""The board and the watch: which rank is to blame, reported once. No processes: one store."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ AFTER_S = 0.2
 
 
 class Rank:
-    """One of two ranks: its ledger, and what its watch says."""
+    """One of two ranks: its ledger, and what its watch reports."""
 
     def __init__(self, store: HashStore, rank: int) -> None:
         self.ledger = Ledger(f"rank {rank} (tp {rank})")
         self.board = Board(store, rank, 2)
-        self.said: list[str] = []
-        self.spoke = threading.Event()
+        self.lines: list[str] = []
+        self.blamed = threading.Event()
 
     def report(self, line: str) -> None:
-        self.said.append(line)
+        self.lines.append(line)
         if not line.startswith("nothing new"):
-            self.spoke.set()
+            self.blamed.set()
 
     @contextmanager
     def watched(self, after_s: float = AFTER_S, **options: Any) -> Iterator[None]:
@@ -50,8 +50,8 @@ def test_a_silent_rank_is_named_with_its_last_place(ranks: list[Rank]) -> None:
     ranks[1].board.post(Notice(1, 12, "rank 1 (tp 1): waiting in all_reduce on tp, op #12"))
     ranks[0].ledger.start("all_reduce", "tp", 8)
     with ranks[0].watched():
-        assert ranks[0].spoke.wait(60)
-    assert ranks[0].said == [
+        assert ranks[0].blamed.wait(60)
+    assert ranks[0].lines == [
         "nothing new for 0.2 s: rank 0 (tp 0): waiting in all_reduce on tp, op #1, phase 'set-up'",
         "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1 (tp 1): "
         "waiting in all_reduce on tp, op #12",
@@ -65,10 +65,10 @@ def test_a_rank_that_skipped_an_operation_is_named_once(ranks: list[Rank]) -> No
     ranks[0].ledger.phase = "optimizer"
     ranks[0].ledger.start("all_gather", "dp", 8)
     with ranks[0].watched(), ranks[1].watched():
-        while not any(rank.spoke.wait(0.05) for rank in ranks):
+        while not any(rank.blamed.wait(0.05) for rank in ranks):
             pass
         threading.Event().wait(10 * AFTER_S)
-    blame = [line for rank in ranks for line in rank.said if not line.startswith("nothing new")]
+    blame = [line for rank in ranks for line in rank.lines if not line.startswith("nothing new")]
     assert set(blame) == {
         "rank 1 is furthest behind: rank 1 (tp 1): waiting in all_reduce on tp, op #1, "
         "phase 'set-up'"
@@ -78,8 +78,8 @@ def test_a_rank_that_skipped_an_operation_is_named_once(ranks: list[Rank]) -> No
 def test_who_is_asked_to_leave_does_not_wait_for_a_dead_rank(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_LEAVE_S", 0.1)
-    monkeypatch.setattr(watch, "_LEAVE_LOOK_S", 0.1)
+    monkeypatch.setattr(watch, "_LEAVE_STUCK_S", 0.1)
+    monkeypatch.setattr(watch, "_LEAVE_SILENT_S", 0.1)
     monkeypatch.setattr(watch, "_BEAT_S", 0.02)
     ranks[1].board.post(Notice(1, 12, "rank 1"))
     codes: list[int] = []
@@ -92,7 +92,7 @@ def test_who_is_asked_to_leave_does_not_wait_for_a_dead_rank(
     with ranks[0].watched(3600.0, leaving=lambda: True, end=end):
         assert ended.wait(60)
     assert codes == [1]
-    assert ranks[0].said == [
+    assert ranks[0].lines == [
         "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1"
     ]
 
@@ -131,22 +131,22 @@ def test_an_error_of_its_own_gets_no_notes(ranks: list[Rank]) -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_one_rank_is_the_first_to_say_a_thing(ranks: list[Rank]) -> None:
+def test_one_rank_is_the_first_to_report_a_thing(ranks: list[Rank]) -> None:
     boards = [rank.board for rank in ranks]
-    assert [board.first_to_say("a") for board in boards] == [True, False]
-    assert boards[1].first_to_say("b")
+    assert [board.first_to_report("a") for board in boards] == [True, False]
+    assert boards[1].first_to_report("b")
 
 
-def test_the_rank_that_serves_the_store_parts_last(ranks: list[Rank]) -> None:
+def test_the_rank_that_serves_the_store_leaves_last(ranks: list[Rank]) -> None:
     first, second = (rank.board for rank in ranks)
-    waiting = threading.Thread(target=first.part, args=(3600.0,), daemon=True)
+    waiting = threading.Thread(target=first.leave, args=(3600.0,), daemon=True)
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
-    second.part(3600.0)  # returns at once: another rank serves
+    second.leave(3600.0)  # returns at once: another rank serves
     waiting.join(60.0)
     assert not waiting.is_alive()
-    first.part(0.0)
+    first.leave(0.0)
 
 
 def test_a_store_that_is_gone_silences_and_holds_nobody() -> None:
@@ -156,5 +156,5 @@ def test_a_store_that_is_gone_silences_and_holds_nobody() -> None:
 
     board = Board(Gone(), 0, 2)
     board._store = Gone()  # type: ignore[assignment]
-    assert board.first_to_say("a")
-    board.part(3600.0)
+    assert board.first_to_report("a")
+    board.leave(3600.0)

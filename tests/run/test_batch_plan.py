@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalite.checks.settings import resolve
 from megalite.config import RunConfig
-from megalite.run.batch_plan import BatchPlan, Stage, batch_plan, horizon_steps, ramp_sizes
+from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps, ramp_sizes
 
 MODEL = {
     "num_layers": 1,
@@ -51,7 +51,7 @@ def planned(plan: BatchPlan, steps: range) -> list[tuple[int, int]]:
 
 
 def test_without_a_ramp_every_step_is_the_same() -> None:
-    assert batch_plan(config()).stages == (Stage(0, 0, 16),)
+    assert batch_plan(config()).stages == (BatchStage(0, 0, 16),)
 
 
 def test_a_ramp_by_hand() -> None:

@@ -9,9 +9,9 @@ import pytest
 from megalite.errors import ConfigError
 from megalite.run.hardware import (
     find_device,
+    load_device_hardware,
     load_hardware,
     number_format,
-    own_device,
     peak_of,
     peak_tflops,
     presets,
@@ -83,10 +83,10 @@ float32 = 0.1
 def test_a_file_of_ones_own_must_name_the_device(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
-    assert peak_of(own_device(path, "cpu"), "float32") == 0.1
-    assert peak_of(own_device(path, "cpu"), "bfloat16") is None
+    assert peak_of(load_device_hardware(path, "cpu"), "float32") == 0.1
+    assert peak_of(load_device_hardware(path, "cpu"), "bfloat16") is None
     with pytest.raises(ConfigError, match="does not name the device that trains, 'NVIDIA H20'"):
-        own_device(path, "NVIDIA H20")
+        load_device_hardware(path, "NVIDIA H20")
     path.write_text(OWN.replace("float32 = 0.1", "bf16 = 0.1\nfloat32 = 0"))
     with pytest.raises(ConfigError) as caught:
         load_hardware(path)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megalite.errors import ScheduleError
 from megalite.schedules import (
-    KINDS,
     NAMES,
+    SCHEDULES,
     Action,
     Durations,
     Schedule,
@@ -25,7 +25,7 @@ from megalite.schedules import (
 )
 from megalite.schedules.catalogue import family_name
 from megalite.schedules.memory import (
-    Held,
+    MicrobatchMemory,
     memory_over_time,
     peak_deferred,
     peak_memory,
@@ -38,7 +38,10 @@ TIME = st.floats(0.5, 2.0)
 
 
 def chunks_of(name: str, v: int) -> int:
-    return {"any": v, "1": 1, "2": 2, ">= 2": max(v, 2)}[KINDS[name].v]
+    """`v`, or the nearest number of chunks that a schedule is defined for."""
+    chunks = SCHEDULES[name].chunks
+    enough = max(v, chunks.minimum)
+    return enough if chunks.maximum is None else min(enough, chunks.maximum)
 
 
 @pytest.mark.long
@@ -51,7 +54,7 @@ def test_every_name_is_valid_for_any_size(name: str, p: int, v: int, m: int) -> 
     check_schedule(schedule)
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     assert kinds <= {"F", "B", "W", "BW"}
-    if not KINDS[name].split and name != "interleaved":
+    if not SCHEDULES[name].split and name != "interleaved":
         assert kinds == {"F", "BW"}
     if p * v * m <= 160:
         program = lower(schedule)
@@ -263,7 +266,7 @@ def test_memory_over_time_peaks_where_the_order_says_and_ends_at_nothing(name, p
 
 def test_recomputed_microbatches_weigh_a_checkpoint_until_they_are_recomputed() -> None:
     schedule = recompute(family(4, 1, 8))
-    held = (Held(activations=1.0, checkpoint=0.1, deferred=0.5),) * 4
+    held = (MicrobatchMemory(activations=1.0, checkpoint=0.1, deferred=0.5),) * 4
     lines = memory_over_time(schedule, simulate(schedule, Durations.even(4, 1)), held)
     assert peak_memory(lines[0]) == pytest.approx(3 * 0.1 + 1.0)
     assert peak_memory(lines[3]) == pytest.approx(1.0)

@@ -21,7 +21,7 @@ from megalite.schedules import (
     parse,
 )
 from megalite.schedules.builders import family_peak
-from megalite.schedules.models import MODELS, run_model
+from megalite.schedules.communicators import COMMUNICATORS, run_on
 from tests.schedules.kit import good
 
 PLACE = r"rank \d+, index \d+, action [A-Z]+\d+"
@@ -107,10 +107,10 @@ def test_a_fixed_order_of_sends_and_receives_hangs_when_it_blocks():
         "1: RF1.0 F1.0 SF1.0 RF1.1 F1.1 SF1.1 RF3.0 RF3.1 F3.0 F3.1\n"
     )
     for model in ("async", "dir"):
-        run_model(program, model)
+        run_on(model, program)
     for model in ("pair", "rank", "blocking"):
         with pytest.raises(ScheduleError, match=rf"model {model}:\n{PLACE}"):
-            run_model(program, model)
+            run_on(model, program)
     with pytest.raises(ScheduleError, match="hangs on communicator model pair"):
         check_program(program, forward_only=True)
 
@@ -121,10 +121,10 @@ def test_pair_and_rank_models_see_what_the_directed_one_does_not():
         text.format("F0.0 RB0.0 SF0.0 BW0.0 REDUCE0", "RF1.0 F1.0 BW1.0 SB1.0 REDUCE1")
     )
     for model in ("async", "dir"):
-        run_model(crossing, model)
+        run_on(model, crossing)
     for model in ("pair", "rank", "blocking"):
         with pytest.raises(ScheduleError, match="cannot go on"):
-            run_model(crossing, model)
+            run_on(model, crossing)
 
 
 BROKEN = {
@@ -230,4 +230,4 @@ def test_no_mutant_passes_that_does_the_wrong_thing(schedule):
 
 
 def test_models_are_all_there():
-    assert MODELS == ("async", "dir", "pair", "rank", "blocking")
+    assert COMMUNICATORS == ("async", "dir", "pair", "rank", "blocking")

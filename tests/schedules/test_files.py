@@ -13,10 +13,16 @@ from typer.testing import CliRunner
 from megalite.cli.main import app
 from megalite.errors import ScheduleError
 from megalite.schedules import NAMES, Durations, build, check_schedule, recompute, simulate
-from megalite.schedules.catalogue import KINDS
+from megalite.schedules.catalogue import SCHEDULES
 from megalite.schedules.csv_form import read_csv, read_file, write_csv
 from megalite.schedules.memory import peak_deferred
-from megalite.schedules.tune import candidate_names, default_name, memory_of, memory_of_1f1b, tune
+from megalite.schedules.tune import (
+    candidate_names,
+    default_name,
+    peak_activations,
+    peak_activations_of_1f1b,
+    tune,
+)
 from megalite.schedules.view.draw_svg import draw_html, draw_svg
 from megalite.schedules.view.draw_text import draw_text, plain
 from megalite.schedules.view.trace import chrome_trace
@@ -27,7 +33,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.mark.parametrize("name", NAMES)
 def test_csv_reads_back(name: str) -> None:
-    v = 2 if KINDS[name].allows(2) else 1
+    v = 2 if SCHEDULES[name].chunks.allows(2) else 1
     schedule = build(name, 3, v, 7)
     assert read_csv(write_csv(schedule)) == schedule
 
@@ -140,11 +146,11 @@ def test_the_tuner_stays_within_the_memory_and_prefers_lean_among_equals() -> No
     times = Durations.even(4, 2, b=1.1, w=0.9, hop=0.02)
     for memory in (3.0, 4.0, 5.0, 6.0):
         ranked = tune(4, 2, 16, times, memory)
-        assert all(one.memory <= memory for one in ranked)
+        assert all(one.peak_activations <= memory for one in ranked)
         steps = [one.step for one in ranked]
         assert steps[0] <= 1.0011 * min(steps)
         best = build(ranked[0].name, 4, 2, 16)
-        assert memory_of(best) == ranked[0].memory
+        assert peak_activations(best) == ranked[0].peak_activations
         assert simulate(best, times).makespan == ranked[0].step
     assert tune(4, 2, 16, times, 6.0)[0].step <= tune(4, 2, 16, times, 3.0)[0].step
 
@@ -183,9 +189,9 @@ def test_the_default_is_the_best_looped_name_at_the_memory_of_1f1b(p: int, v: in
     check_schedule(schedule)
     step = simulate(schedule, Durations.even(p, v)).makespan
     for other in candidate_names(p, v, m):
-        if other in KINDS and not KINDS[other].v_shaped:
+        if other in SCHEDULES and not SCHEDULES[other].v_shaped:
             rival = build(other, p, v, m)
-            if memory_of(rival) <= memory_of_1f1b(p, v, m):
+            if peak_activations(rival) <= peak_activations_of_1f1b(p, v, m):
                 assert step <= simulate(rival, Durations.even(p, v)).makespan + 1e-9, other
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.config import RunConfig
-from megalite.generate.generate import generate, load_model, open_run
+from megalite.generate.generate import generate, load_model, open_run_checkpoint
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit.runs import (
@@ -142,7 +142,7 @@ def test_generators_of_the_ranks_play_no_part(
 
 def test_a_run_with_dropout_generates_without(serial: dict[str, Path]) -> None:
     """The same text each time, and logits that do not change from call to call."""
-    model, _ = load_model(open_run(serial["dropped"]))
+    model, _ = load_model(open_run_checkpoint(serial["dropped"]))
     assert model.config.family == "gpt2"
     assert model.config.has_dropout
     texts = [generate(model, [1, 2, 3], 20) for _ in range(2)]

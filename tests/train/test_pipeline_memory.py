@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.schedules import Action, Durations, Schedule, simulate
-from megalite.schedules.memory import Held, memory_over_time, peak_memory
+from megalite.schedules.memory import MicrobatchMemory, memory_over_time, peak_memory
 from megalite.train.engine import Engine
 from tests.parity.case import Case, config_of, rank_batches
 from tests.pool import RankPool
@@ -71,7 +71,7 @@ def stage_bytes(chunk: Any, batch: Any) -> tuple[float, float]:
 
 
 def predicted(schedule: Schedule, held: list[tuple[float, float]]) -> list[float]:
-    weights = tuple(Held(activations, 0.0, deferred) for activations, deferred in held)
+    weights = tuple(MicrobatchMemory(activations, 0.0, deferred) for activations, deferred in held)
     line = simulate(schedule, Durations.even(schedule.p, schedule.v))
     return [peak_memory(rank) for rank in memory_over_time(schedule, line, weights)]
 

@@ -1,4 +1,4 @@
-"""`megalite data inspect`: what a dataset holds, and whether it is sound."""
+"""`megalite data inspect`: the contents of a dataset, and checks that it is sound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inspect(
 
 
 def report(found: Inspection) -> list[str]:
-    """Everything in lines."""
+    """The lines of a whole inspection."""
     mean = found.num_tokens / found.num_documents if found.num_documents else 0.0
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in found.quantiles.items())
     lines = [

@@ -19,7 +19,7 @@ from megalite.cli.data.tokenizer import (
 if TYPE_CHECKING:
     from megalite.corpus.prepare import PrepareReport
 
-_OTHER_OPTIONS = ("restarted  what an interrupted run with other options had done was dropped",)
+_OTHER_OPTIONS = "restarted  what an interrupted run with other options had done was dropped"
 
 app = typer.Typer(help="Make token datasets, look at them, join them.", no_args_is_help=True)
 
@@ -79,8 +79,8 @@ def prepare(
     """
     from pathlib import Path
 
-    from megalite.cli.interrupt import continuable
-    from megalite.cli.progress import Bar
+    from megalite.cli.interrupt import interruptible
+    from megalite.cli.progress import ProgressBar
     from megalite.corpus.prepare import prepare as run
     from megalite.errors import DataError
 
@@ -89,7 +89,9 @@ def prepare(
             f"{out}.idx exists, and runs that use this dataset would lose it; choose another "
             "--out, or replace it with --overwrite"
         )
-    with continuable(), Bar() as bar:
+
+    # The bar is inside: it must be gone before the message of an interruption is printed.
+    with interruptible(), ProgressBar() as bar:
         report = run(
             source,
             out,
@@ -114,22 +116,32 @@ app.command()(merge)
 
 
 def summary(report: PrepareReport) -> list[str]:
-    """Lines that say what was made, what was left out, and how long it took."""
+    """Lines about the dataset that was made, the documents left out, and the time it took."""
     rate = report.text_bytes / 1e6 / max(report.encode_s, 1e-9)
-    kept = report.num_kept_documents
-    return [
+    lines = [
         f"source     {report.source}",
         f"documents  {report.num_documents:,} ({report.text_bytes:,} bytes of text)",
         *left_out(report.corpus),
         f"tokenizer  {report.tokenizer} ({report.vocab_size:,} entries)",
-        *([] if report.training is None else training(report.training)),
+    ]
+    if report.training is not None:
+        lines += training(report.training)
+    lines += [
         f"tokens     {report.num_tokens:,} ({report.dtype}, "
         f"{report.text_bytes / report.num_tokens:.2f} bytes a token)",
         f"round trip {report.num_round_trips_exact} of the first {report.num_round_trips} "
         "documents decode to their exact text",
         f"seconds    {report.train_s:.1f} training, {report.encode_s:.1f} encoding "
         f"({rate:.2f} MB/s, {report.num_workers} workers)",
-        *(_OTHER_OPTIONS if report.started_over else ()),
-        *([f"continued  {kept:,} documents of an interrupted run were kept"] if kept else []),
-        f"wrote      {report.prefix}.bin .idx .json" + (" .model" if report.training else ""),
     ]
+
+    # A continuation, or its end by other options, is reported: the seconds are this process's.
+    if report.started_over:
+        lines.append(_OTHER_OPTIONS)
+    if report.num_kept_documents:
+        lines.append(
+            f"continued  {report.num_kept_documents:,} documents of an interrupted run were kept"
+        )
+    model = " .model" if report.training is not None else ""
+    lines.append(f"wrote      {report.prefix}.bin .idx .json{model}")
+    return lines

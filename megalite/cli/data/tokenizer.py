@@ -1,4 +1,4 @@
-"""`megalite data tokenizer`: train a sentencepiece model; and what `data prepare` shares."""
+"""`megalite data tokenizer`: train a sentencepiece model; options and lines of `data prepare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PolicyName(StrEnum):
-    """What to do about bad documents."""
+    """Policies for bad documents."""
 
     fail = "fail"
     skip = "skip"
@@ -61,10 +61,11 @@ def tokenizer(
 ) -> None:
     """Train a tokenizer that gives any text back: bytes for rare characters, no control ids from
     text. Other datasets can then be prepared with the same one (prepare --tokenizer)."""
-    from megalite.cli.progress import Bar
+    from megalite.cli.progress import ProgressBar
     from megalite.corpus.prepare_tokenizer import make_tokenizer
 
-    with Bar() as bar:
+    # Not `interruptible`: nothing is kept of an interrupted training, so it is not continued.
+    with ProgressBar() as bar:
         report, found = make_tokenizer(
             source,
             out,
@@ -85,7 +86,7 @@ def tokenizer(
 
 
 def left_out(corpus: CorpusReport) -> list[str]:
-    """Lines about documents that were skipped, and about what was odd."""
+    """Lines about documents that were skipped, and about oddities that were noticed."""
     lines = []
     if corpus.skipped:
         counts = ", ".join(f"{fault}: {count:,}" for fault, count in sorted(corpus.skipped.items()))
@@ -103,7 +104,7 @@ def left_out(corpus: CorpusReport) -> list[str]:
 
 
 def training(report: TrainReport) -> list[str]:
-    """Lines about what a tokenizer was trained on."""
+    """Lines about the text that a tokenizer was trained on."""
     share = report.sample_bytes / report.corpus_bytes
     return [
         f"           {report.model_type}, trained on {report.sample_bytes:,} bytes "

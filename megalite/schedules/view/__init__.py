@@ -1,1 +1,4 @@
-"""A schedule's time line for people: text, SVG, and traces of measured runs."""
+"""A schedule's time line, drawn: as text, as SVG and HTML, and as a trace.
+
+Reading order: `draw_text`, `draw_svg`, then `trace` (measured steps, Chrome traces).
+"""

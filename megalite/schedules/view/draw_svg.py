@@ -1,7 +1,8 @@
 """A schedule's time line as a picture: SVG, and HTML around it that zooms.
 
-One lane per rank with a box per action, and under it what the rank holds. A box says under the
-pointer what it is, when it runs and what its rank holds then. Plain text out, no library.
+One lane per rank with a box per action, and under it the activations that the rank holds. The
+tooltip of a box has its action, its times and what its rank holds then. The result is text; no
+library draws it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,18 @@ def draw_svg(
     width: int = 1200,
     measured: Timeline | None = None,
 ) -> str:
-    """The picture, `width` pixels wide. measured: drawn under each simulated lane, same scale."""
+    """The picture as SVG text, `width` pixels wide.
+
+    measured: a second time line, drawn under each simulated lane at the same scale.
+    """
+    # One scale of time and one of memory for all ranks, so that lanes can be compared.
     longest = max(timeline.makespan, measured.makespan if measured else 0.0) or 1.0
     scale = (width - _LEFT - 20) / longest
-    lane = _LANE + (_LANE if measured else 0) + _MEMORY + _GAP
-    height = _TOP + lane * schedule.p + 34
     held = memory_over_time(schedule, timeline)
     most = max((value for line in held for _, value in line), default=1.0) or 1.0
+
+    lane = _LANE + (_LANE if measured else 0) + _MEMORY + _GAP
+    height = _TOP + lane * schedule.p + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="monospace" font-size="11">',
@@ -55,6 +61,8 @@ def draw_svg(
         f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
         *_legend(schedule),
     ]
+
+    # A rank's lane, top down: simulated actions, measured ones if given, memory.
     for rank in range(schedule.p):
         top = _TOP + lane * rank
         parts.append(f'<text x="10" y="{top + 16}">rank {rank}</text>')
@@ -77,6 +85,7 @@ def _lane(
     scale: float,
     held: list[tuple[float, float]],
 ) -> list[str]:
+    """The boxes of a rank's actions; `held` is its line of `memory_over_time`."""
     times = [time for time, _ in held]
     boxes = []
     for action, start, end in timeline.spans[rank]:
@@ -91,6 +100,8 @@ def _lane(
             f'height="{_LANE - 4}" fill="{colour(action, schedule)}" stroke="white" '
             'stroke-width="0.5"/>'
         )
+
+        # A label that is wider than its box would cover its neighbours'; the tooltip remains.
         text = label(action, schedule)
         if wide >= _LABEL_WIDTH * len(text) + 2:
             middle = x + wide / 2
@@ -104,7 +115,7 @@ def _lane(
 def _memory_line(
     held: list[tuple[float, float]], top: int, scale: float, most: float, end: float
 ) -> str:
-    """What the rank holds as steps, filled down to nothing."""
+    """The memory that a rank holds, as a filled line of steps."""
     base = top + _MEMORY
     points, level = [f"{_LEFT},{base}"], 0.0
     for time, value in [*held, (end, 0.0)]:
@@ -132,7 +143,7 @@ def _axis(longest: float, scale: float, y: int) -> list[str]:
 
 
 def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `rough`."""
+    """The least of 1, 2 and 5 times a power of ten that is at least `rough`."""
     power = 1.0
     while power > rough:
         power /= 10
@@ -155,14 +166,14 @@ def _legend(schedule: Schedule) -> list[str]:
 
 
 def colour(action: Action, schedule: Schedule) -> str:
-    """Fill of an action: its kind, lighter for chunk 0."""
+    """Fill colour of an action: by its kind, lighter for chunk 0."""
     chunk = schedule.stages_of(schedule.place[action.stage]).index(action.stage)
     shades = _COLOURS[action.kind]
     return shades[min(chunk, len(shades) - 1)]
 
 
 def draw_html(svg: str, title: str) -> str:
-    """A page with the picture: the wheel zooms along time, dragging moves, double click resets."""
+    """An HTML page with the picture: the wheel zooms time, dragging moves, double click resets."""
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <style>body{{margin:0;background:#fff}} #view{{overflow-x:auto;cursor:grab}}</style></head>

@@ -1,8 +1,8 @@
 """A schedule's time line as text: one row per rank, one column per unit of time.
 
-With two chunks per rank the letters of chunk 0 are small; with more, a letter after the number says
-which chunk (a is chunk 0). A backward in one go is D, its later columns are dashes. Colours are for
-whoever prints: each cell carries its action.
+With two chunks per rank the letters of chunk 0 are small; with more, a letter after the number is
+the chunk (a is chunk 0). A backward in one action is D. Later columns of an action are dashes. Each
+cell carries its action, by which the command line colours it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MAX_COLUMNS = 2000
 
 
 class Cell(NamedTuple):
-    """What stands in one column of a row; None is an idle rank."""
+    """One column of a row: its text, and its action, or None where the rank is idle."""
 
     text: str
     action: Action | None
 
 
 def label(action: Action, schedule: Schedule) -> str:
-    """The short name of an action: kind, microbatch and, where there are several, its chunk."""
+    """The short name of an action: kind, microbatch and, if a rank has several, its chunk."""
     rank = schedule.place[action.stage]
     chunk = schedule.stages_of(rank).index(action.stage)
     kind = "D" if action.kind == BACKWARD else action.kind
@@ -37,9 +37,10 @@ def label(action: Action, schedule: Schedule) -> str:
 def draw_text(
     schedule: Schedule, timeline: Timeline, unit: float | None = None
 ) -> list[list[Cell]]:
-    """Rows of cells, all equally long. unit: time of a column (default: the shortest action).
+    """One row of cells per rank, all equally long.
 
-    Raises ScheduleError where that would be more than `MAX_COLUMNS` columns.
+    unit: time of a column (default: the shortest action). Raises ScheduleError for a unit that is
+    not positive, and where the rows would have more than `MAX_COLUMNS` columns.
     """
     spans = [span for row in timeline.spans for span in row]
     lengths = [end - start for _, start, end in spans if end > start]
@@ -52,6 +53,8 @@ def draw_text(
             f"the picture would be {columns} columns wide, {MAX_COLUMNS} are allowed; use a "
             f"longer unit (this one is {step:g}), fewer microbatches, or draw it as svg or html"
         )
+
+    # One width for all cells, so that columns of different rows are the same moment.
     labels = {action: label(action, schedule) for action, _, _ in spans}
     width = max(map(len, labels.values()), default=1) + 1
     rows = []
@@ -67,7 +70,7 @@ def draw_text(
 
 
 def plain(rows: list[list[Cell]]) -> list[str]:
-    """The rows as lines without colour, each with its rank in front."""
+    """The rows as lines without colour, each after its rank."""
     digits = len(str(len(rows) - 1))
     return [
         f"{rank:>{digits}} {''.join(cell.text for cell in row)}".rstrip()

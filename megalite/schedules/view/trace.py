@@ -1,4 +1,4 @@
-"""Measured time lines: as a file in a run folder, and beside the simulated one; Chrome traces."""
+"""Traces of time lines: measured steps as a file in a run folder, and Chrome traces."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from statistics import median
 from typing import Any
 
 from megalite.errors import ScheduleError
-from megalite.schedules.action import COMPUTE, Action, Schedule, parse
+from megalite.schedules.action import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    RECOMPUTE,
+    Action,
+    Schedule,
+    parse,
+)
 from megalite.schedules.check import check_schedule
 from megalite.schedules.memory import memory_over_time
-from megalite.schedules.simulate import Durations, Span, Timeline
+from megalite.schedules.simulate import Durations, TimedAction, Timeline
 from megalite.schedules.view.draw_text import label
 
 TRACE_FILE = "pipeline.json"  # in a run folder
@@ -20,7 +30,7 @@ TRACE_FILE = "pipeline.json"  # in a run folder
 
 @dataclass(frozen=True)
 class Measured:
-    """One step of a real pipeline: what it ran, and when each rank did what, in seconds."""
+    """One measured step of a pipeline: its schedule and its time line, in seconds."""
 
     name: str
     step: int
@@ -28,8 +38,10 @@ class Measured:
     timeline: Timeline
 
     @classmethod
-    def of(cls, name: str, step: int, schedule: Schedule, spans: list[list[Span]]) -> Measured:
-        """From each rank's spans, transfers among them or not."""
+    def of(
+        cls, name: str, step: int, schedule: Schedule, spans: list[list[TimedAction]]
+    ) -> Measured:
+        """From each rank's actions, of which transfers are left out."""
         rows = [[span for span in row if span.action.kind in COMPUTE] for row in spans]
         programs = tuple(tuple(span.action for span in row) for row in rows)
         starts = tuple([span.start for span in row] for row in rows)
@@ -44,15 +56,15 @@ class Measured:
                 times.setdefault((action.kind, action.stage), []).append(end - start)
         least = 1e-9  # times must be positive
 
-        def of(kind: str) -> tuple[float, ...]:
+        def medians(kind: str) -> tuple[float, ...]:
             stages = range(self.schedule.num_stages)
             return tuple(max(least, median(times.get((kind, s), [0.0]))) for s in stages)
 
-        fused = of("BW")
-        split = zip(of("B"), fused, strict=True)
-        halves = tuple(b + f / 2 for b, f in split)
-        weights = tuple(w + f / 2 for w, f in zip(of("W"), fused, strict=True))
-        return Durations(of("F"), halves, weights, recompute=of("R"))
+        # A stage runs its backwards split or fused; of a fused one, each gradient counts as half.
+        fused = medians(BACKWARD)
+        input_s = tuple(b + f / 2 for b, f in zip(medians(BACKWARD_INPUT), fused, strict=True))
+        weight_s = tuple(w + f / 2 for w, f in zip(medians(BACKWARD_WEIGHT), fused, strict=True))
+        return Durations(medians(FORWARD), input_s, weight_s, recompute=medians(RECOMPUTE))
 
     def to_json(self) -> str:
         """Text that `read_trace` reads back."""
@@ -64,14 +76,17 @@ class Measured:
 
 
 def read_trace(run: Path) -> Measured:
-    """The step that a run recorded. Raises ScheduleError where there is none or it is no such."""
+    """The step that a run recorded, from its run folder.
+
+    Raises ScheduleError where there is no record, and where the file is not one.
+    """
     path = run / TRACE_FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         schedule = parse(record["schedule"])
         check_schedule(schedule)
         rows = [
-            [Span(_action(word), float(start), float(end)) for word, start, end in row]
+            [TimedAction(_action(word), float(start), float(end)) for word, start, end in row]
             for row in record["spans_s"]
         ]
         measured = Measured.of(str(record["name"]), int(record["step"]), schedule, rows)
@@ -82,6 +97,8 @@ def read_trace(run: Path) -> Measured:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ScheduleError(f"{path} is no recorded step: {error!r}; record it again") from None
+
+    # The simulation beside it takes the schedule's order: both must be of the same actions.
     if measured.timeline.programs != schedule.keep(COMPUTE).ranks:
         raise ScheduleError(f"{path}: the recorded actions are not those of its schedule")
     return measured
@@ -100,15 +117,22 @@ def chrome_trace(
     unit_us: float = 1000.0,
     measured: Timeline | None = None,
 ) -> str:
-    """JSON with a process per rank: its simulated actions, its measured ones (if given) below, and
-    a counter of what it holds. unit_us: microseconds of one unit of time.
+    """A Chrome trace as JSON, with a process per rank.
+
+    A process has its simulated actions, below them the measured ones if given, and a counter of the
+    activations that the rank holds. unit_us: microseconds of one unit of the time lines.
     """
     events: list[dict[str, Any]] = []
     held = memory_over_time(schedule, timeline)
+    lanes = {"simulated": timeline}
+    if measured is not None:
+        lanes["measured"] = measured
+
+    # "X" is a complete event, "C" a counter, "M" (`_name`) metadata; `pid` and `tid` are the lanes
+    # of the viewer.
     for rank in range(schedule.p):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
-        lanes = [("simulated", timeline), *([("measured", measured)] if measured else [])]
-        for thread, (name, line) in enumerate(lanes):
+        for thread, (name, line) in enumerate(lanes.items()):
             events.append(_name("thread_name", rank, thread, name))
             events += [
                 {

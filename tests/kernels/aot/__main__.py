@@ -28,7 +28,7 @@ from megalite.kernels.triton.attention_backward import attention_backward
 from megalite.kernels.triton.attention_tiles import Drop
 from megalite.kernels.triton.cast import scale_cast
 from megalite.kernels.triton.dropout import dropout
-from megalite.kernels.triton.rope import rope_
+from megalite.kernels.triton.rope import rotate_heads_
 from megalite.kernels.triton.swiglu import swiglu_backward_, swiglu_forward
 from tests import ROOT
 from tests.kernels.aot.kit import describe, recording
@@ -70,7 +70,7 @@ def bias_gelu() -> None:
 def rope() -> None:
     packed = empty(TOKENS, 8, 6, 128)
     table = empty(TOKENS, 64, dtype=torch.float32)
-    rope_(packed[:, :, :5], table, table)
+    rotate_heads_(packed[:, :, :5], table, table)
 
 
 def drop() -> None:
@@ -153,7 +153,7 @@ def one_token() -> None:
     swiglu_backward_(x, swiglu_forward(x))
     gelu.gelu_backward_(x, x, weight)
     table = empty(1, 8, dtype=torch.float32)
-    rope_(empty(1, 1, 1, 16), table, table)
+    rotate_heads_(empty(1, 1, 1, 16), table, table)
     dropout(x, (0, 1), 0.5, 1)
     label = torch.zeros(1, dtype=torch.int64)
     stats = loss.cross_entropy_stats(x, label, 1, 1)

@@ -13,7 +13,7 @@ from megalite.kernels.plain import dropout as reference_dropout
 from megalite.kernels.plain.intervals import Intervals, document_intervals
 from megalite.kernels.triton.attention import attention_delta, attention_forward, merge_chunks
 from megalite.kernels.triton.attention_backward import attention_backward
-from megalite.kernels.triton.attention_tiles import Drop, Tiles
+from megalite.kernels.triton.attention_tiles import AttentionTiles, Drop
 from tests.kernels.triton.kit.inputs import (
     assert_near,
     assert_same_bits,
@@ -22,7 +22,7 @@ from tests.kernels.triton.kit.inputs import (
     far_rows,
 )
 
-SMALL = Tiles(32, 32, 4, 1)
+SMALL = AttentionTiles(32, 32, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Case:
     window: int | None = None
     padding: int = 0
     tma: bool | None = None
-    tiles: Tiles | None = SMALL
-    dkdv_tiles: Tiles | None = SMALL
+    tiles: AttentionTiles | None = SMALL
+    dkdv_tiles: AttentionTiles | None = SMALL
 
     @property
     def tokens(self) -> int:
@@ -86,7 +86,7 @@ CASES = {
     "window 1": Case((20, 17), 8, 1, 16, window=1),
     "window wider than all": Case((40,), 2, 1, 16, window=1000),
     "one token": Case((1,), 1, 1, 64),
-    "one loop": Case((70,), 2, 1, 16, dkdv_tiles=Tiles(32, 16, 4, 1, two_loops=False)),
+    "one loop": Case((70,), 2, 1, 16, dkdv_tiles=AttentionTiles(32, 16, 4, 1, two_loops=False)),
     "pointers": Case((70,), 2, 1, 16, tma=False),
 }
 

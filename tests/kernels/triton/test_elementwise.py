@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.triton.rope import rope_
+from megalite.kernels.triton.rope import rotate_heads_
 from megalite.kernels.triton.swiglu import swiglu_backward_, swiglu_forward
 from tests.kernels.triton.kit.inputs import (
     DTYPES,
@@ -93,13 +93,13 @@ def test_rope_turns_queries_and_keys_of_packed_heads(
     before = packed.clone()
     cos, sin = tables(length, rotary)
     turning = packed[:, :, : queries + 1]
-    rope_(turning, cos.float(), sin.float())
+    rotate_heads_(turning, cos.float(), sin.float())
     want = turned(before[:, :, : queries + 1], cos.repeat(2, 1), sin.repeat(2, 1))
     assert_near(turning, want)
     assert torch.equal(packed[:, :, -1], before[:, :, -1])
     assert torch.equal(turning[..., rotary:], before[:, :, :-1, rotary:])
     assert_guards_untouched(whole)
-    rope_(turning, cos.float(), sin.float(), inverse=True)
+    rotate_heads_(turning, cos.float(), sin.float(), inverse=True)
     # there and back: the gradient of a rotation is its inverse, each way rounds once
     assert_near(turning, before[:, :, :-1].double(), backward=True)
 
@@ -109,28 +109,28 @@ def test_rope_takes_positions_and_head_transposed_views() -> None:
     position = torch.tensor([0, 1, 2, 0, 1, 0])
     cos, sin = tables(5, 8)
     want = turned(x, cos[position], sin[position])
-    assert_near(rope_(x.clone(), cos.float(), sin.float(), position), want)
+    assert_near(rotate_heads_(x.clone(), cos.float(), sin.float(), position), want)
     transposed = x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
-    assert_near(rope_(transposed, cos.float(), sin.float(), position.int()), want)
+    assert_near(rotate_heads_(transposed, cos.float(), sin.float(), position.int()), want)
 
 
 def test_rope_of_rows_beyond_two_to_the_31_elements() -> None:
     near = draw(3, 16, dtype=torch.bfloat16)
     far = far_rows(near)
     tables_32 = [table.float() for table in tables(3, 16)]
-    want = rope_(near.view(3, 1, 1, 16), *tables_32)
-    rope_(far.as_strided((3, 1, 1, 16), (far.stride(0), 16, 16, 1)), *tables_32)
+    want = rotate_heads_(near.view(3, 1, 1, 16), *tables_32)
+    rotate_heads_(far.as_strided((3, 1, 1, 16), (far.stride(0), 16, 16, 1)), *tables_32)
     assert torch.equal(far, want.view(3, 16))
 
 
 def test_rope_bits_and_errors() -> None:
     x = draw(3, 4, 5, 16)
     cos, sin = (table.float() for table in tables(3, 16))
-    assert_same_bits(lambda: [rope_(x.clone(), cos, sin)])
+    assert_same_bits(lambda: [rotate_heads_(x.clone(), cos, sin)])
     with pytest.raises(ValueError, match="tables turn 16 elements, a head has 8"):
-        rope_(draw(3, 1, 1, 8), cos, sin)
+        rotate_heads_(draw(3, 1, 1, 8), cos, sin)
     half = (table[:, ::2] for table in (cos, sin))
     copies = (table[:, ::2].contiguous() for table in (cos, sin))
-    assert torch.equal(rope_(x.clone(), *half), rope_(x.clone(), *copies))
+    assert torch.equal(rotate_heads_(x.clone(), *half), rotate_heads_(x.clone(), *copies))
     with pytest.raises(TypeError, match=r"position is torch\.float32"):
-        rope_(x, cos, sin, torch.zeros(3))
+        rotate_heads_(x, cos, sin, torch.zeros(3))

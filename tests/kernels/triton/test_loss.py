@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.kernels.plain.loss import IGNORE_INDEX
 from megalite.kernels.triton import cross_entropy as loss_kernels
 from tests.kernels.triton.kit.inputs import (
     DTYPES,
@@ -18,8 +19,6 @@ from tests.kernels.triton.kit.inputs import (
     guarded,
 )
 
-IGNORE = loss_kernels.IGNORE_INDEX
-
 
 def plain_loss(x: Tensor, label: Tensor, weight: Tensor, z_loss: float, smoothing: float) -> Tensor:
     lse = x.logsumexp(1)
@@ -27,7 +26,7 @@ def plain_loss(x: Tensor, label: Tensor, weight: Tensor, z_loss: float, smoothin
     if smoothing:
         target = (1 - smoothing) * target + smoothing * x.mean(1)
     loss = weight * (lse - target + z_loss * lse.square())
-    return torch.where(label == IGNORE, 0.0, loss)
+    return torch.where(label == IGNORE_INDEX, 0.0, loss)
 
 
 CASES = [  # tokens, vocabulary, shards, z-loss, smoothing, weights
@@ -48,7 +47,7 @@ def test_loss_and_gradient_of_shards_are_those_of_the_whole(
     logits = 4 * draw(tokens, vocab, dtype=dtype)
     label = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(0))
     if tokens > 1:
-        label[1] = IGNORE
+        label[1] = IGNORE_INDEX
     weight = torch.rand(tokens) if weighted else None
     dloss = torch.rand(tokens) / tokens
     extras = {"smoothing": smoothing, "vocab_size": vocab}
@@ -111,7 +110,7 @@ def test_extreme_logits_stay_finite(dtype: torch.dtype) -> None:
 
 def test_ignored_rows_may_hold_anything() -> None:
     logits = torch.full((2, 9), torch.nan)
-    label = torch.full((2,), IGNORE)
+    label = torch.full((2,), IGNORE_INDEX)
     stats = loss_kernels.cross_entropy_stats(logits, label, 0, 9)
     loss, lse = loss_kernels.cross_entropy_combine(stats[None], label)
     got = loss_kernels.cross_entropy_grad_(logits, label, lse, torch.ones(2), 0, 9)
@@ -141,7 +140,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
 
 
 def test_bits_and_errors() -> None:
-    logits, label = draw(3, 200), torch.tensor([3, 150, IGNORE])
+    logits, label = draw(3, 200), torch.tensor([3, 150, IGNORE_INDEX])
 
     def run() -> list[Tensor | None]:
         stats = loss_kernels.cross_entropy_stats(logits, label, 0, 190)

@@ -126,7 +126,7 @@ def test_masks_end_with_the_keys() -> None:
 def test_what_only_the_device_knows_gives_nan_not_other_memory() -> None:
     """Positions past the tables and labels past the vocabulary, which a GPU does not report."""
     ops = select("interpret")
-    turned = ops.turn(draw(3, 2, 7), COS, SIN, torch.tensor([4, 5, -1]))
+    turned = ops.rotate_heads(draw(3, 2, 7), COS, SIN, torch.tensor([4, 5, -1]))
     assert turned[0].isfinite().all()
     assert turned[1:, :, :6].isnan().all()
     logits, label = draw(4, 5), torch.tensor([4, 5, -1, -100])

@@ -14,10 +14,11 @@ from megalite.checkpoint.find import open_checkpoint
 from megalite.checkpoint.load import load
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.shard_file import DTYPES
-from megalite.checks.settings import require_valid, resolve
+from megalite.checks import check_and_resolve
 from megalite.config import RunConfig
 from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.errors import MegaliteError
+from megalite.layout.topology import Topology
 from megalite.record.records import read_metrics
 from megalite.train.trainer import Trainer
 
@@ -85,14 +86,11 @@ def make_config(folder: Path, name: str, layout: str = "serial", **changes: Any)
     for key, value in settings.items():
         section, _, last = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[last] = value
-    config = RunConfig.model_validate(tree)
-    require_valid(config)
-    return resolve(config)
+    return check_and_resolve(RunConfig.model_validate(tree))
 
 
 def world_size(config: RunConfig) -> int:
-    parallel = config.parallel
-    return parallel.tp * parallel.pp * (parallel.dp or 1)
+    return Topology.of(config.parallel).world_size
 
 
 def make_trainer(ctx: Any, config: RunConfig) -> Trainer:

@@ -1,8 +1,9 @@
-"""Sums over an axis of which only a rounding travels: bf16 on the wire, fp32 in the sum.
+"""Sums over an axis whose values are sent in a narrower type: bf16 on the wire, fp32 in the sum.
 
-Each rank rounds its values once, everyone's are exchanged, and the sum is taken in the full type
-in axis order: half the bytes, one rounding a rank, and none of the growing error of adding up in
-bf16. Works on flat buffers in place, as the reductions of comm.py do.
+Each rank rounds its values once, one all-to-all exchanges them, and the receiver adds them in the
+full type, in axis order: half the bytes, one rounding a rank, and no error that grows with the
+number of ranks, as adding in bf16 would have. Works on flat buffers in place, as the reductions of
+comm.py do.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from megalite.distributed.mesh import Axis
 
 
 def reduce_scatter_rounded(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Handle:
-    """Start a reduce-scatter in place: my slice of `flat` becomes the sum of roundings to `dtype`.
+    """Start a reduce-scatter in place of 1-D `flat`, whose values are sent rounded to `dtype`.
 
-    What the other slices hold afterwards is not defined. With size 1 nothing is rounded. Raises
-    ValueError if the size does not divide dim 0.
+    `wait()` of the handle returns my slice of `flat`, a view that then holds the sum in the type of
+    `flat`. What the other slices hold afterwards is not defined. With size 1 nothing is rounded.
+    Raises ValueError if the size does not divide dim 0.
     """
     mine = comm.local_slice(flat, axis)
     if axis.size == 1 or flat.numel() == 0:
         return Handle(mine)
+
+    # Rounded once here; from then on the ranks' values are only added in the type of `flat`.
     sent = flat.to(dtype)
     parts = torch.empty_like(sent)
     num_bytes = sent.numel() * sent.element_size() * (axis.size - 1) / axis.size
@@ -43,9 +47,9 @@ def reduce_scatter_rounded(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Hand
 
 
 class RoundedAllReduce:
-    """An all-reduce in flight: a rounded reduce-scatter, then an all-gather of rounded sums.
+    """An all-reduce in flight: a rounded reduce-scatter, then an all-gather of the sums, rounded.
 
-    The second half starts in `wait`, so all ranks must wait in the same order. All ranks end with
+    The all-gather starts in `wait`, so all ranks must wait in the same order. All ranks end with
     the same bits.
     """
 
@@ -54,7 +58,7 @@ class RoundedAllReduce:
         self._scatter = reduce_scatter_rounded(flat, axis, dtype)
 
     def wait(self) -> Tensor:
-        """The sum, in place in all of `flat`."""
+        """The sum, rounded to `dtype`, in place in all of `flat`. With size 1 `flat` itself."""
         mine = self._scatter.wait()
         if self._axis.size > 1:
             self._flat.copy_(comm.all_gather(mine.to(self._dtype), self._axis))

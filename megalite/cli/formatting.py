@@ -1,0 +1,26 @@
+"""Numbers as text for people, in the same form for every verb."""
+
+from __future__ import annotations
+
+
+def short_count(value: int | None) -> str:
+    """A count in thousands, millions or billions: "1.25M"; below a thousand in full; or "n/a"."""
+    if value is None:
+        return "n/a"
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return str(value)
+
+
+def number_of(value: int, noun: str, plural: str = "") -> str:
+    """A number with its noun: "1 rank", "2 ranks"; the plural is the noun with an s by default."""
+    return f"{value} {noun if value == 1 else plural or noun + 's'}"
+
+
+def short_duration(seconds: float) -> str:
+    """Seconds, or the unit in which they are a small number: "3.2 days", "45 ms"."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
