@@ -15,7 +15,6 @@ from megalite.checks.schedule import schedule_problems
 from megalite.checks.settings import (
     Origins,
     check_config,
-    data_parallel,
     resolve,
     resolve_schedule,
     world_problems,
@@ -23,6 +22,7 @@ from megalite.checks.settings import (
 from megalite.config import RunConfig
 from megalite.config.load import LoadedConfig, load_config
 from megalite.errors import ConfigError
+from megalite.layout.topology import Topology
 
 Check = Callable[[RunConfig], list[str]]
 
@@ -65,7 +65,8 @@ def check_and_resolve(
     is_open = keep_dp_open and config.parallel.dp is None and world_size is None
     # The microbatches of a schedule's file can only be compared with a layout that fits the world.
     known = not is_open and not list(world_problems(config, world_size))
-    problems += schedule_problems(config, data_parallel(config, world_size) if known else None)
+    dp = Topology.of(config.parallel, world_size).dp if known else None
+    problems += schedule_problems(config, dp)
     for check in more:
         problems += check(config)
     if problems:

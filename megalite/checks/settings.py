@@ -39,7 +39,7 @@ def check_config(
     counts as written when it differs from its default.
     """
     world = list(world_problems(config, world_size))
-    dp = 1 if world else data_parallel(config, world_size)
+    dp = 1 if world else Topology.of(config.parallel, world_size).dp
     return [
         *world,
         *_model(config),
@@ -63,7 +63,8 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
     problems = list(world_problems(config, world_size))
     if problems:
         raise ConfigError(problems)
-    parallel = config.parallel.model_copy(update={"dp": data_parallel(config, world_size)})
+    dp = Topology.of(config.parallel, world_size).dp
+    parallel = config.parallel.model_copy(update={"dp": dp})
     return resolve_schedule(config.model_copy(update={"parallel": parallel}))
 
 
@@ -77,14 +78,6 @@ def resolve_schedule(config: RunConfig) -> RunConfig:
     steps = horizon_steps(config, batch_plan(config))
     train = config.train.model_copy(update={"steps": steps})
     return config.model_copy(update={"pipeline": pipeline, "train": train})
-
-
-def data_parallel(config: RunConfig, world_size: int | None) -> int:
-    """parallel.dp, or else what tp x pp leaves of the world size, or 1 without one."""
-    parallel = config.parallel
-    if parallel.dp is not None or world_size is None:
-        return Topology.of(parallel).dp
-    return max(1, world_size // Topology.of(parallel).world_size)
 
 
 def default_schedule(pp: int, vpp: int, tp: int, recompute: str = "none") -> str:

@@ -7,7 +7,7 @@ communicator; `megalite.distributed.mesh` does that from these rank lists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
@@ -80,9 +80,14 @@ class Topology:
         return topology
 
     @classmethod
-    def of(cls, parallel: ParallelConfig) -> Topology:
-        """The layout that the settings describe; one replica where parallel.dp is open."""
-        return cls(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    def of(cls, parallel: ParallelConfig, world_size: int | None = None) -> Topology:
+        """The layout that the settings describe.
+
+        Where parallel.dp is open: as many replicas as `world_size` has room for, at least 1.
+        """
+        replica = cls(tp=parallel.tp, pp=parallel.pp)
+        dp = parallel.dp or max(1, (world_size or 0) // replica.world_size)
+        return replace(replica, dp=dp)
 
     @property
     def world_size(self) -> int:
