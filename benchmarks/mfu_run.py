@@ -27,29 +27,25 @@ from megalite.layout.topology import Topology
 from megalite.process.env import pick_device
 from megalite.process.launcher import Launch, read_launch
 from megalite.process.local import run_local
-from megalite.process.signals import SignalFlag
 from megalite.record import metrics
 from megalite.record.console import Console
 from megalite.record.records import TIME_PARTS, read_metrics
 from megalite.run.model_math import parameter_counts, training_flops
+from megalite.train.loop import Trainer
 from megalite.train.rank import launched
-from megalite.train.trainer import Trainer
 
 # Random tokens in the synthetic data at most: longer measurements read it again.
 _MAX_TOKENS = 4_000_000
 
 
 class MeasuredTrainer(Trainer):
-    """Trains and records, but saves, loads and evaluates nothing."""
+    """Trains and records, but saves and loads nothing."""
 
     def _resume(self) -> None:
         pass
 
     def _save(self) -> None:
-        self.saved_step = self.step
-
-    def _evaluate_if_due(self, flag: SignalFlag) -> bool:
-        return True
+        self.at.saved_step = self.step
 
 
 def main(order: dict[str, Any]) -> int:

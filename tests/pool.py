@@ -45,7 +45,7 @@ PRELOAD = (
     "torch",
     "megalite.distributed.comm",
     "megalite.process.env",
-    "megalite.train.trainer",
+    "megalite.train.loop",
     "torch.fx.experimental.symbolic_shapes",
 )
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl

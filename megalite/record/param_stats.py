@@ -47,9 +47,13 @@ class _Before:
 class ParamStats:
     """Measures one optimizer's parameters. All ranks call the same methods."""
 
-    def __init__(self, optimizer: DistributedOptimizer, mesh: Mesh) -> None:
-        self._optimizer, self._mesh = optimizer, mesh
+    def __init__(self, optimizer: DistributedOptimizer, mesh: Mesh, interval: int) -> None:
+        self._optimizer, self._mesh, self._interval = optimizer, mesh, interval
         self._numel: dict[str, int] | None = None  # of every parameter of the model, by name
+
+    def is_due(self, step: int) -> bool:
+        """True for the steps (from 1) that are measured: every `interval`-th, none with 0."""
+        return self._interval > 0 and step % self._interval == 0
 
     def before(self) -> _Before:
         """Copy the weights; call it before the step."""

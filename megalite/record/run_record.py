@@ -6,7 +6,7 @@ Pure functions. records.py documents the names.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megalite.optim.zero1 import StepResult
 from megalite.process.determinism import determinism
 from megalite.record import metrics
 from megalite.record.metrics import Device
+from megalite.run.batch_plan import BatchPlan
 from megalite.run.model_math import flops_text, parameter_counts, training_flops
 
 _MIB = 2**20
@@ -68,25 +69,48 @@ def run_lines(
     ]
 
 
+@dataclass(frozen=True)
+class StepEdge:
+    """What the ranks agree on at the end of a step: one all-reduce."""
+
+    loss: float  # cross entropy, with label smoothing where it is asked for
+    z_loss: float
+    signalled: bool  # some rank has had a signal
+    wall_s: float  # from the last step's end to this one's; mean over ranks, as the parts are
+    parts_s: dict[str, float]
+
+
 def step_record(
     config: RunConfig,
+    device: Device,
+    plan: BatchPlan,
+    world_size: int,
+    *,
+    step: int,
+    edge: StepEdge,
+    lr: float,
+    loss_tokens: int,
     result: StepResult,
-    rates: metrics.Rates,
-    wall_s: float,
-    parts_s: dict[str, float],
-    global_batch: int,
-    consumed_samples: int,
+    memory_peak_bytes: int,
 ) -> dict[str, Any]:
-    """The values of a `step` line beside step, loss and learning rate."""
+    """The values of the `step` line of the step that ended as the `step`-th."""
+    batch, samples = plan.global_batch(step - 1), plan.first_sample(step)
+    rates = metrics.step_rates(batch, edge.wall_s, world_size, config, device)
     seq_length = config.data.seq_length
     return {
+        "step": step,
+        "loss": edge.loss,
+        **({"z_loss": edge.z_loss} if config.train.z_loss else {}),
+        "lr": lr,
+        "loss_tokens": loss_tokens,
+        "memory_peak_bytes": memory_peak_bytes,
         "grad_norm": result.grad_norm,
         "loss_scale": result.loss_scale,
-        "step_time_s": wall_s,
-        "tokens": global_batch * seq_length,
+        "step_time_s": edge.wall_s,
+        "tokens": batch * seq_length,
         **asdict(rates),
-        "global_batch": global_batch,
-        "consumed_samples": consumed_samples,
-        "consumed_tokens": consumed_samples * seq_length,
-        **{f"time_{part}_s": seconds for part, seconds in parts_s.items()},
+        "global_batch": batch,
+        "consumed_samples": samples,
+        "consumed_tokens": samples * seq_length,
+        **{f"time_{part}_s": seconds for part, seconds in edge.parts_s.items()},
     }

@@ -10,6 +10,8 @@ step, at its end, where the exchange of the loss has synchronised the device any
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megalite.distributed.clock import Mark, seconds_between
@@ -73,6 +75,17 @@ class StepClock:
         now = self._ledger.clock.mark()
         self._laps.append(_Lap(part, self._mark, now, waits))
         self._mark = now
+
+    @contextmanager
+    def phase(self, name: str, part: str) -> Iterator[None]:
+        """What happens inside, waits apart, is `part`, and the ledger's phase is `name`.
+
+        What happened since the last lap is "other".
+        """
+        self.lap("other")
+        self._ledger.phase = name
+        yield
+        self.lap(part)
 
     def finish(self) -> StepTimes:
         """End the step now and begin the next. Call it when the device is synchronised."""

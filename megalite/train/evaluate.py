@@ -19,9 +19,11 @@ from megalite.data.batches import MicroBatch
 from megalite.data.loader import Loader
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
+from megalite.record.run_log import RunLog
 from megalite.train.batch import rank_micro_batches, token_batches
 from megalite.train.datasets import EvalSet
 from megalite.train.engine import Engine
+from megalite.train.position import Position
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,46 @@ class EvalResult:
     name: str
     loss: float
     tokens: int
+
+
+class Evaluations:
+    """The evaluations of a run after the steps that `eval.interval` names, and after its last."""
+
+    def __init__(
+        self, engine: Engine, sets: Sequence[EvalSet], position: Position, log: RunLog
+    ) -> None:
+        self._engine, self._sets, self._at, self._log = engine, sets, position, log
+
+    @property
+    def is_due(self) -> bool:
+        """True if the step just done is evaluated."""
+        interval = self._engine.config.eval.interval
+        return interval > 0 and (self._at.is_due(interval) or self._at.is_last)
+
+    def is_missing(self) -> bool:
+        """True if the evaluation of this step is due and no earlier attempt wrote it.
+
+        Rank 0 reads its record; all ranks ask together.
+        """
+        if not self.is_due:
+            return False
+        mine = self._log.has("eval", self._at.step)
+        written: bool = comm.broadcast_object(mine, self._engine.mesh.world)
+        return not written
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Write the loss of each set that is due; the weights stay as they are.
+
+        `stop` is asked between batches, on all ranks; if it is true nothing is written, and False
+        is returned.
+        """
+        results = evaluate(self._engine, self._sets, self._at.is_last, stop)
+        if results is None:
+            self._log.print(f"step {self._at.step:5d}: evaluation cut short; it is made up for")
+            return False
+        for result in results:
+            self._log.evaluation(self._at.step, result.name, result.loss, result.tokens)
+        return True
 
 
 def evaluate(

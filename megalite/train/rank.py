@@ -22,7 +22,7 @@ from megalite.process.launcher import Launch
 from megalite.process.secrets import Redaction
 from megalite.process.signals import SignalFlag
 from megalite.process.watch import Watch
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 
 # Exit codes of a rank that failed: by an error that the user can fix, by any other.
 _USER_ERROR, _ERROR = 2, 1

@@ -12,7 +12,7 @@ from megalite.cli.main import app
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 from tests.train.kit.runs import make_config
 
 RUN = """

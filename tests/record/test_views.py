@@ -11,7 +11,7 @@ import pytest
 from megalite.config import RunConfig
 from megalite.errors import MegaliteError
 from megalite.process.secrets import HIDDEN, Redaction
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 from tests.pool import RankPool
 from tests.train.kit.runs import GLOBAL_BATCH, lines, make_config, train_one, write_tokens
 

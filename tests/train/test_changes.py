@@ -12,7 +12,7 @@ from megalite.config.names import keys
 from megalite.config.resume import HORIZON, accepted, may_change
 from megalite.distributed.agree import require_same_config
 from megalite.errors import ConfigError, MegaliteError
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 from tests.pool import RankPool
 from tests.train.kit.runs import GLOBAL_BATCH, LAYOUTS, lines, make_config, train, write_tokens
 

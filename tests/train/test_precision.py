@@ -12,7 +12,7 @@ import torch
 from megalite.config import RunConfig
 from megalite.config.inputs import missing_inputs
 from megalite.train.evaluate import evaluate
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 from tests.pool import RankPool
 from tests.tolerances import FLOAT16_UNIT, LAYOUT_LOSSES, PARITY_FLOAT64
 from tests.train.kit.runs import (

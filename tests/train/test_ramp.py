@@ -10,7 +10,7 @@ import pytest
 
 from megalite.config import RunConfig
 from megalite.record.console import Console
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit.runs import (

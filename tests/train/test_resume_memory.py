@@ -10,7 +10,7 @@ import pytest
 from megalite.config import RunConfig
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 from tests.checkpoint.kit import in_child
 from tests.train.kit.runs import make_config, write_tokens
 

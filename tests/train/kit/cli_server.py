@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megalite.cli.main import main as megalite
 from megalite.errors import DataError
 from megalite.process import local  # noqa: F401  imported once for all jobs, torch with it
-from megalite.train import launch, rank
-from megalite.train import trainer as trainer_module
-from megalite.train.trainer import Trainer
+from megalite.train import launch, loop, rank
+from megalite.train.loop import Trainer
 
 
 def raises(trainer: Trainer) -> None:
@@ -40,14 +39,14 @@ def spoils_a_gradient(trainer: Trainer) -> None:
 
 def cannot_open() -> None:
     """Rank 1 does not find its data, which the others have."""
-    open_data = trainer_module.open_data
+    open_data = loop.open_data
 
     def fail(config: Any) -> Any:
         if dist.get_rank() == 1:
             raise DataError("data.path=here: no such file")
         return open_data(config)
 
-    trainer_module.open_data = fail
+    loop.open_data = fail
 
 
 def signalled_before_the_ranks() -> None:

@@ -20,7 +20,7 @@ from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.errors import MegaliteError
 from megalite.layout.topology import Topology
 from megalite.record.records import read_metrics
-from megalite.train.trainer import Trainer
+from megalite.train.loop import Trainer
 
 VOCAB, SEQ_LENGTH, GLOBAL_BATCH = 97, 16, 4
 

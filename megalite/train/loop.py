@@ -1,0 +1,303 @@
+"""The training loop of one rank. Read this first; every line below runs on all ranks in lockstep.
+
+    run     go on from the newest checkpoint, open the run folder, train, leave with an exit code
+    _train  steps, saves and evaluations until the last step, a signal or `stop_at`
+    _step   data -> forward and backward -> verdict on the loss -> update -> agreement -> report
+    _agree  one all-reduce at the step's end: what all ranks know of the step from then on
+
+A rank computes its share of the model for its replica's share of the batch. Where an earlier rank
+would leave and a later one wait for it (a signal, a spike, an evaluation cut short), the ranks
+agree first. What a step computes is in engine.py; where the run stands, and what of that a
+checkpoint keeps, in position.py; what is written down, by rank 0, in record/run_log.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from megalite.checks.packages import require_extras
+from megalite.config import RunConfig
+from megalite.config.effect import unreached
+from megalite.data.batches import MicroBatch
+from megalite.data.fingerprint import as_saved
+from megalite.data.loader import Loader
+from megalite.distributed import comm
+from megalite.distributed.agree import together
+from megalite.distributed.mesh import Mesh
+from megalite.errors import MegaliteError
+from megalite.optim.lr_schedule import learning_rate
+from megalite.optim.norm import NonFiniteGradientError
+from megalite.optim.zero1 import StepResult
+from megalite.process.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
+from megalite.record.console import Console
+from megalite.record.metrics import describe_device, memory_peak_bytes
+from megalite.record.param_stats import ParamStats
+from megalite.record.run_log import RunLog
+from megalite.record.run_record import StepEdge, run_lines, run_record, step_record
+from megalite.record.step_clock import StepClock, drain_part
+from megalite.train import state
+from megalite.train.batch import count_valid_tokens, dropout_start, step_loader, token_batches
+from megalite.train.changes import as_records
+from megalite.train.datasets import describe, open_data, require_same_data
+from megalite.train.engine import Engine
+from megalite.train.evaluate import Evaluations
+from megalite.train.kernel_choice import kernel_record, plain_on_gpu
+from megalite.train.pipeline_trace import save_trace
+from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike
+from megalite.train.position import Position
+from megalite.train.resume import resume
+from megalite.train.weights import load_weights
+
+
+class Trainer:
+    """One rank's run. `config` must be resolved; `mesh` has its groups created.
+
+    accept: settings that may differ from those of the checkpoint to resume from. Raises
+    ConfigError, DataError or CheckpointError before the first step when the run cannot be what was
+    asked for.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        console: Console | None = None,
+        accept: frozenset[str] = frozenset(),
+        flag: SignalFlag | None = None,
+    ) -> None:
+        together(mesh, lambda: require_extras(config))
+        self.config, self.mesh, self.accept = config, mesh, accept
+        self.flag = flag or SignalFlag()
+        self.folder = Path(config.out) / config.name
+        self.checkpoints = self.folder / "checkpoints"
+        self.device = describe_device(mesh.device, config)
+        self.console = console or Console(quiet=mesh.rank != 0)
+        self.log = RunLog(self.folder, config, self.device, self.console)
+        # Data first: a missing file is found in a moment, the engine's memory takes a while.
+        self.data = together(mesh, lambda: open_data(config))
+        require_same_data(self.data, config, mesh)
+        self.engine = Engine(config, mesh)
+        self.at = Position(config)
+        self.evaluations = Evaluations(self.engine, self.data.sets, self.at, self.log)
+        self.stats = ParamStats(self.engine.optimizer, mesh, config.log.param_stats_interval)
+        self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
+        self.loader: Loader[list[MicroBatch]] | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.at.step
+
+    def run(self, stop_at: int | None = None) -> int:
+        """Train to `train.steps` (or leave at `stop_at` as on a signal) and return an exit code."""
+        try:
+            with self.flag as flag:
+                self._resume()
+                # Only rank 0 writes, but no rank may train on where the folder cannot be written.
+                together(self.mesh, self._open_log)
+                with self.console.progress(self.at.progress(self.step), self.at.progress()):
+                    finished = self._train(flag, stop_at)
+                if finished:
+                    return self._leave(0, "finished")
+                return self._leave(EXIT_SAVED_ON_SIGNAL, flag.name or "stopped")
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _train(self, flag: SignalFlag, stop_at: int | None) -> bool:
+        """Steps until the last one, a signal on any rank or `stop_at`; True if the run is finished.
+
+        State is saved before an evaluation, which may take long. A signal cuts an evaluation short
+        or leaves it out; the next attempt makes up for it.
+        """
+        at, config = self.at, self.config
+        self.clock.begin()
+        leaving = at.step == stop_at
+        if at.step and not leaving and self.evaluations.is_missing():
+            leaving = not self._evaluate_if_due(flag)
+
+        while at.step < at.total_steps and not leaving:
+            signalled = self._step(flag).signalled
+            leaving = signalled or (at.step == stop_at and not at.is_last)
+            if leaving or at.is_last or at.is_due(config.checkpoint.interval):
+                self._save()
+            leaving = leaving or not self._evaluate_if_due(flag)
+
+        if at.saved_step != at.step:
+            self._save()
+        return at.is_last and not (leaving and self.evaluations.is_due)
+
+    def _step(self, flag: SignalFlag) -> StepEdge:
+        config, mesh, at, clock = self.config, self.mesh, self.at, self.clock
+        mesh.ledger.step = at.step + 1
+
+        # The number of valid tokens in the whole batch is known before the first microbatch runs,
+        # so that each weighs the same, whatever the layout and the padding.
+        with clock.phase("data", "data"):
+            micro = self._micro_batches()
+            valid = count_valid_tokens(micro, mesh)
+            drop = dropout_start(config.train.seed, at.step, micro, mesh)
+            batches = token_batches(micro, 1.0 / max(1, valid), mesh.device, drop)
+
+        # Gradients are summed over microbatches, and reduced over replicas during the last one.
+        trace = at.step + 1 == config.pipeline.trace_step
+        with clock.phase("forward and backward", "compute"):
+            loss = self.engine.forward_backward(batches, trace=trace)
+
+        # All ranks judge the same loss before the update, so that they skip or stop together.
+        before = self.stats.before() if self.stats.is_due(at.step + 1) else None
+        with clock.phase("optimizer", "optimizer"):
+            lr = learning_rate(at.step, config.optimizer, at.total_steps, at.tokens_before)
+            spike = self._judge(loss)
+            result = self._update(lr, spike)
+
+        mesh.ledger.phase = "step edge"
+        measured = {} if before is None else self.stats.after(before, result)
+        edge = self._agree(loss, flag)
+        at.step += 1
+
+        if trace:
+            save_trace(self.engine, self.folder, at.step)
+        if self.log.is_open:
+            line = step_record(
+                config, self.device, at.plan, mesh.world.size, step=at.step, edge=edge, lr=lr,
+                loss_tokens=valid, result=result, memory_peak_bytes=memory_peak_bytes(mesh.device),
+            )  # fmt: skip
+            self.log.step(line | measured, result.skipped, at.progress(at.step))
+        if result.skipped:
+            self._count_skip(result, spike)
+        return edge
+
+    def _agree(self, loss: torch.Tensor, flag: SignalFlag) -> StepEdge:
+        """The sums over all ranks of the loss, the signals and the time of a step."""
+        # Reading the loss synchronises the device: only then can the clock read its marks.
+        mine_loss = torch.stack([loss, self.engine.z_loss]).cpu()
+        times = self.clock.finish()
+        numbers = [float(flag.raised), times.wall_s, *times.parts_s.values()]
+        mine = torch.cat([mine_loss, torch.tensor(numbers, dtype=torch.float64)])
+        total = comm.all_reduce(mine.to(self.mesh.device), self.mesh.world).tolist()
+
+        loss_sum, z_loss, signalled, *seconds = total
+        wall_s, *parts_s = (second / self.mesh.world.size for second in seconds)
+        return StepEdge(
+            loss_sum, z_loss, signalled > 0, wall_s, dict(zip(times.parts_s, parts_s, strict=True))
+        )
+
+    # --- the parts of a step ---------------------------------------------------------------------
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        """This rank's microbatches of the step at hand, read ahead in a thread."""
+        if self.loader is None:  # made once the plan of batches is known, which a resume may change
+            plan, stop = self.at.plan, self.at.total_steps
+            self.loader = step_loader(self.data.train, plan, stop, self.config, self.mesh)
+        return self.loader.step(self.step)
+
+    def _judge(self, loss: torch.Tensor) -> Spike | None:
+        """The spike that the step's loss is, the same on all ranks; no collective unless asked."""
+        if not self.at.guard.active:
+            return None
+        total = comm.all_reduce(loss.detach().clone(), self.mesh.world)
+        return self.at.guard.judge(float(total))
+
+    def _update(self, lr: float, spike: Spike | None) -> StepResult:
+        """Apply the gradients, unless the loss is a spike. Raises where the settings say stop."""
+        try:
+            result = self.engine.optimizer.step(lr, hold=spike is not None)
+        except NonFiniteGradientError as error:
+            raise NonFiniteGradientError(f"step {self.step + 1}: {error}") from None
+        if spike is not None and spike.stop:
+            raise LossSpikeError(self.at.guard.message(self.step + 1, spike))
+        return result
+
+    def _count_skip(self, result: StepResult, spike: Spike | None) -> None:
+        """Count and record a step that left the weights alone; its data is used up all the same."""
+        is_spike = spike is not None and result.num_bad_ranks == 0
+        reason = SPIKE if is_spike else NON_FINITE
+        self.at.skips[reason] += 1
+        count = self.at.skips[reason]
+        if spike is not None and is_spike:
+            text = f"{spike.text}; update skipped ({count} so far)"
+        else:
+            text = (
+                f"gradients are not finite; update skipped ({count} so far, loss scale "
+                f"{result.loss_scale:g})"
+            )
+        self.log.skip(self.step, reason, text, count, result.loss_scale)
+
+    # --- evaluations, checkpoints ----------------------------------------------------------------
+
+    def _evaluate_if_due(self, flag: SignalFlag) -> bool:
+        """False if an evaluation was due and a signal cut it short."""
+        if not self.evaluations.is_due:
+            return True
+        self.clock.stop()  # the time of an evaluation belongs to no step
+        whole = self.evaluations.run(lambda: self._signalled(flag))
+        self.clock.begin()
+        return whole
+
+    def _signalled(self, flag: SignalFlag) -> bool:
+        """True if any rank has had a signal; all ranks ask together."""
+        mine = torch.tensor([float(flag.raised)], device=self.mesh.device)
+        return bool(comm.all_reduce(mine, self.mesh.world, op="max")[0] > 0)
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self.clock.stop()
+        self.mesh.ledger.phase = "checkpoint"
+        kept = self.at.state() | {
+            "data": as_saved(self.data.identities),
+            "kernels": kernel_record(self.engine.ops),
+        }
+        path = state.save_run(self.engine, self.checkpoints, self.step, kept)
+        self.at.saved_step = self.step
+        self.log.checkpoint(self.step, path, time.perf_counter() - began)
+        self.clock.begin()
+
+    # --- begin and end ---------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, or begin, maybe with another run's weights."""
+        data = as_saved(self.data.identities)
+        found = resume(self.engine, self.checkpoints, data, self.accept, self.console.print)
+        if found is not None:
+            self.at.restore(found)
+        elif self.config.checkpoint.load_weights is not None:
+            source = load_weights(self.engine, Path(self.config.checkpoint.load_weights))
+            self.console.print(f"weights from {source.path}, everything else new")
+
+    def _open_log(self) -> None:
+        """Open the run folder on rank 0 and write what runs: the first line, and some to read."""
+        if self.mesh.rank != 0:
+            return
+        config, at, ops = self.config, self.at, self.engine.ops
+        memory, size = self.engine.optimizer.memory_report(), self.mesh.world.size
+        first = run_record(config, size, self.device, memory, kernel_record(ops))
+        if at.changed:
+            first["changed"] = as_records(at.changed)
+        lines = [
+            *run_lines(self.folder, config, size, self.device, memory, ops.name),
+            *plain_on_gpu(config, ops, self.mesh.device, self.engine.dtype),
+            *describe(config, self.data, at.plan.first_sample(at.total_steps)),
+            *unreached(config, at.total_steps),
+        ]
+        self.log.open(at.step, at.total_steps, first, lines)
+
+    def _leave(self, code: int, reason: str) -> int:
+        self.console.print(f"{reason} at step {self.step} of {self.at.total_steps}")
+        self._close()
+        self.log.close(self.step, reason, code)
+        return code
+
+    def _fail(self, error: BaseException) -> None:
+        """Note in the run folder, if it is open, why the run ends; the caller reports the error."""
+        code = 2 if isinstance(error, MegaliteError) else 1
+        self.log.fail(self.step, f"{type(error).__name__}: {error}", code)
+        self._close()
+
+    def _close(self) -> None:
+        self.clock.stop()
+        if self.loader is not None:
+            self.loader.close()

@@ -1,0 +1,70 @@
+"""Where a run stands: its step, the plan of its batches, skipped steps, the window of losses.
+
+Everything here is the same on every rank. A checkpoint keeps `state`, from which `restore` goes on;
+weights and moments are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from megalite.config import RunConfig
+from megalite.run.batch_plan import batch_plan, horizon_steps
+from megalite.train.changes import Changed
+from megalite.train.policies import SpikeGuard
+from megalite.train.resume import Resumed
+
+
+class Position:
+    """The position of a new run, until `restore`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.step = 0  # steps done
+        self.plan = batch_plan(config)
+        self.guard = SpikeGuard(config)
+        self.skips: Counter[str] = Counter()  # steps without an update so far, by reason
+        self.changed: Sequence[Changed] = ()  # differences from the checkpoint resumed from
+        self.saved_step: int | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: train.steps, or as many as consume train.tokens."""
+        return horizon_steps(self._config, self.plan)
+
+    @property
+    def is_last(self) -> bool:
+        """True when all steps are done."""
+        return self.step == self.total_steps
+
+    def is_due(self, interval: int) -> bool:
+        """True at each `interval` steps; never with 0."""
+        return interval > 0 and self.step % interval == 0
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens that the steps before `step` consume."""
+        return self.plan.first_sample(step) * self._config.data.seq_length
+
+    def progress(self, step: int | None = None) -> int:
+        """The way to the end of a step (None: the last): steps, or samples where steps differ."""
+        step = self.total_steps if step is None else step
+        return step if len(self.plan.stages) == 1 else self.plan.first_sample(step)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {
+            "step": self.step,
+            "consumed_tokens": self.tokens_before(self.step),
+            "stages": [list(stage) for stage in self.plan.before(self.step)],
+            "spikes": self.guard.state(),
+            "skips": dict(self.skips),
+        }
+
+    def restore(self, found: Resumed) -> None:
+        """Go on from a checkpoint that was loaded."""
+        self.step = self.saved_step = found.step
+        self.plan, self.changed = found.plan, found.changed
+        self.guard.load(found.saved["spikes"])
+        self.skips.update(found.saved["skips"])
