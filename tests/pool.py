@@ -34,7 +34,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,24 @@ class RankContext:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._meshes: dict[tuple[int, int, int, int], Any] = {}
+        self._meshes: dict[tuple[Any, bool], Any] = {}
 
     @property
     def num_meshes(self) -> int:
         return len(self._meshes)
 
-    def mesh(self, *, tp: int = 1, cp: int = 1, dp: int | None = None, pp: int = 1) -> Any:
+    def mesh(
+        self,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        dp: int | None = None,
+        pp: int = 1,
+        ep: int | None = None,
+    ) -> Any:
         """The mesh of this layout with all its groups made; `dp=None` takes the rest of the world.
+
+        The groups of experts are made with an `ep` only, 1 included.
 
         Kept for later tests; its ledger starts from zero at each call.
         """
@@ -77,10 +87,13 @@ class RankContext:
         from megalite.layout.topology import Topology
 
         topology = Topology.for_world(self.world_size, tp=tp, cp=cp, dp=dp, pp=pp)
-        key = (topology.tp, topology.cp, topology.dp, topology.pp)
+        topology = replace(topology, ep=ep or 1)
+        key = (topology, ep is not None)
         if key not in self._meshes:
             self._meshes[key] = Mesh(topology, timeout_s=60.0)
             self._meshes[key].create()
+            if ep is not None:
+                self._meshes[key].create("ep", "edp")
         mesh = self._meshes[key]
         mesh.ledger.reset()
         mesh.ledger.phase = "test"

@@ -28,10 +28,11 @@ from megalite.config import (
 from megalite.distributed.clock import Clock, seconds_between
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
-from megalite.planner import rank_memory, stages_of
+from megalite.planner import rank_memory
 from megalite.record import metrics
 from megalite.run.model_math import parameter_counts
 from megalite.run.pipeline_schedule import make_schedule, modelled_durations
+from megalite.run.stages import stages_of
 from megalite.schedules import simulate
 from megalite.train.batch import TokenBatch
 from megalite.train.engine import Engine

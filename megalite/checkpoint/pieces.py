@@ -58,23 +58,23 @@ class NamedPiece:
         cls,
         kind: str,
         spec: ShardSpec,
-        tp: int,
-        tp_rank: int,
+        num_blocks: int,
+        block: int,
         data: torch.Tensor,
         start: int = 0,
         owner: bool = True,
     ) -> NamedPiece:
-        """Elements [start, start + data.numel()) of tp rank `tp_rank`'s flat shard of `spec`.
+        """Elements [start, start + data.numel()) of one of `num_blocks` flat blocks of `spec`.
 
-        Its name is "kind/spec.name". `data` is contiguous. The caller chooses the rank that owns a
-        replicated tensor (`spec.shard_dim` None: one tp rank) or a tied copy (`spec.copy`).
+        Named "kind/spec.name". `data` is contiguous; the caller says which rank owns a tensor that
+        several hold.
         """
         flat = data.detach().view(-1)
         return cls(
             name=f"{kind}/{spec.name}",
             shape=spec.shape,
-            local_shape=spec.local_shape(tp),
-            local_offsets=spec.local_offsets(tp, tp_rank),
+            local_shape=spec.local_shape(num_blocks),
+            local_offsets=spec.local_offsets(num_blocks, block),
             start=start,
             stop=start + flat.numel(),
             data=flat,

@@ -15,10 +15,12 @@ from megalite.cli.formatting import number_of, short_count, short_duration
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
 from megalite.config import RunConfig
 from megalite.layout.topology import Topology
-from megalite.planner import RankMemory, Stage, beside_tensors, held_by, rank_memory, stages_of
+from megalite.planner import RankMemory, beside_tensors, held_by, rank_memory
 from megalite.run.batch_plan import batch_plan
 from megalite.run.hardware import Hardware, number_format, peak_of
 from megalite.run.model_math import parameter_counts, training_flops
+from megalite.run.parameters import ModelStage
+from megalite.run.stages import stages_of
 from megalite.schedules import Durations, Schedule, Timeline, simulate
 
 GIB = 2**30
@@ -53,7 +55,7 @@ class Report:
         return simulate(self.schedule, self.plan.durations)
 
     @cached_property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[ModelStage]:
         return stages_of(self.config, self.schedule.place)
 
     @cached_property

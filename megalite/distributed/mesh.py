@@ -28,6 +28,7 @@ from megalite.layout.topology import KINDS, Kind, Topology
 
 Ranks = tuple[int, ...]
 GroupName = Literal[Kind, "channels"]
+_EXPERTS = ("ep", "edp")
 
 
 class Axis:
@@ -123,9 +124,10 @@ class Mesh:
         self.dp = Axis(self, "dp")
         self.pp = Axis(self, "pp")
         self.dp_cp = Axis(self, "dp_cp")
-        self.model = Axis(self, "model")
         self.embedding = Axis(self, "embedding")
         self.world = Axis(self, "world")
+        self.ep = Axis(self, "ep")
+        self.edp = Axis(self, "edp")
 
     def axis(self, name: Kind) -> Axis:
         """The axis called `name`; `ConfigError` if there is none."""
@@ -136,9 +138,10 @@ class Mesh:
     def create(self, *names: GroupName) -> None:
         """Make the groups of these axes ("channels": all pipeline channels) now, in this order.
 
-        All ranks must call it with the same names. No names: everything this layout uses.
+        All ranks must call it with the same names. No names: everything that a model of dense
+        layers uses; the axes of experts are made where there are some.
         """
-        for name in names or (*KINDS, "channels"):
+        for name in names or (*(kind for kind in KINDS if kind not in _EXPERTS), "channels"):
             if name == "channels":
                 self._make_channels()
             else:

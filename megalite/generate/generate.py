@@ -128,7 +128,7 @@ def generate(
     generator = sampling.generator()
     tokens = list(prompt)
     for _ in range(num_tokens):
-        context = torch.tensor(tokens[-model.seq_length :], device=model.tp.device)
+        context = torch.tensor(tokens[-model.seq_length :], device=model.context.device)
         tokens.append(sampling.pick(model.logits(context)[-1, :num_ids], generator))
         if tokens[-1] == eos_id:
             break

@@ -2,7 +2,8 @@
 
 Two kinds of buckets. *Sliced*: parameters one after the other, and each rank owns an equal slice
 wherever it cuts. *Whole*: each rank's slice is made of whole parameters, for algorithms that need
-whole matrices; the price is padding where matrices do not divide evenly.
+whole matrices; the price is padding where matrices do not divide evenly. Parameters whose gradients
+are summed over other ranks are never in one bucket.
 
 Alignment rule: every parameter starts at a multiple of `ALIGN` elements and every bucket is a
 multiple of `ALIGN * num_shards` long. Then a shard never starts inside a vector register, and an
@@ -11,7 +12,7 @@ element's update cannot depend on where in the buffer it lies: replicas stay bit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 ALIGN = 16  # elements: one 64-byte cache line of fp32, two of fp64
@@ -31,7 +32,7 @@ class BucketPlan:
     stop: int
     items: tuple[int, ...]
     starts: tuple[int, ...]
-    alone: bool  # a tied weight: both stages must cut it alike, so nothing may lie beside it
+    tied: bool = False  # one weight alone: the stages that hold it must cut it alike
     whole: bool = False  # each of the shards holds whole parameters
 
     def moved(self, start: int, items: Sequence[int]) -> BucketPlan:
@@ -46,66 +47,80 @@ class BucketPlan:
         )
 
 
-def plan_chunk(
-    numels: Sequence[int],
-    alone: Sequence[bool],
-    whole: Sequence[bool],
-    capacity: int,
-    num_shards: int,
-    num_owners: int,
-) -> list[BucketPlan]:
+@dataclass(frozen=True)
+class BucketItem:
+    """A parameter to plan: its elements on this rank, and who shares its bucket.
+
+    `grid`: items of different grids have buckets of their own. `num_shards`: ranks over which its
+    gradient is reduced; `num_owners`: over how many of them its optimizer state is spread, which
+    divides `num_shards`. `whole`: one of these owns all of it.
+    """
+
+    numel: int
+    grid: Hashable
+    num_shards: int
+    num_owners: int
+    tied: bool = False
+    whole: bool = False
+
+
+def plan_chunk(items: Sequence[BucketItem], capacity: int) -> list[BucketPlan]:
     """Plan a chunk's parameters, given in the order in which backward finishes them.
 
-    Sliced and whole parameters have buckets of their own, in the order in which they fill.
-    `num_owners`: over how many ranks whole parameters are spread; it divides `num_shards`.
+    Buckets of different grids, and of sliced and whole parameters, lie in the order in which they
+    fill.
     """
-    sliced_items = [i for i, flag in enumerate(whole) if not flag]
-    whole_items = [i for i, flag in enumerate(whole) if flag]
-    sliced = plan_buckets(
-        [numels[i] for i in sliced_items], [alone[i] for i in sliced_items], capacity, num_shards
-    )
-    owned = plan_whole(
-        [numels[i] for i in whole_items], capacity, num_owners, ALIGN * num_shards // num_owners
-    )
-    plans = [plan.moved(plan.start, sliced_items) for plan in sliced]
-    plans += [plan.moved(plan.start, whole_items) for plan in owned]
+    plans: list[BucketPlan] = []
+    for grid in dict.fromkeys(item.grid for item in items):
+        mine = [i for i, item in enumerate(items) if item.grid == grid]
+        shards, owners = items[mine[0]].num_shards, items[mine[0]].num_owners
+        sliced = [i for i in mine if not items[i].whole]
+        whole = [i for i in mine if items[i].whole]
+        tied = [items[i].tied for i in sliced]
+        in_slices = plan_buckets([items[i].numel for i in sliced], tied, capacity, shards)
+        owned = plan_whole(
+            [items[i].numel for i in whole], capacity, owners, ALIGN * shards // owners
+        )
+        plans += [plan.moved(plan.start, sliced) for plan in in_slices]
+        plans += [plan.moved(plan.start, whole) for plan in owned]
+
     placed: list[BucketPlan] = []
     end = 0
     for plan in sorted(plans, key=lambda p: max(p.items)):
-        placed.append(plan.moved(end, range(len(numels))))
+        placed.append(plan.moved(end, range(len(items))))
         end = placed[-1].stop
     return placed
 
 
 def plan_buckets(
-    numels: Sequence[int], alone: Sequence[bool], capacity: int, num_shards: int
+    numels: Sequence[int], tied: Sequence[bool], capacity: int, num_shards: int
 ) -> list[BucketPlan]:
     """Cut a sequence of parameters into buckets of at most `capacity` elements, padding included.
 
-    A parameter larger than `capacity`, and each one marked `alone`, gets a bucket of its own.
+    A parameter larger than `capacity`, and each `tied` one, gets a bucket of its own.
     """
     buckets: list[BucketPlan] = []
     items: list[int] = []
     starts: list[int] = []
     start = end = 0
 
-    def close(is_alone: bool = False) -> None:
+    def close(is_tied: bool = False) -> None:
         nonlocal start, end
         if items:
             end = start + _round_up(end - start, ALIGN * num_shards)
-            buckets.append(BucketPlan(start, end, tuple(items), tuple(starts), is_alone))
+            buckets.append(BucketPlan(start, end, tuple(items), tuple(starts), is_tied))
             items.clear()
             starts.clear()
             start = end
 
     for item, numel in enumerate(numels):
-        if alone[item] or end + numel - start > capacity:
+        if tied[item] or end + numel - start > capacity:
             close()
         items.append(item)
         starts.append(end)
         end = _round_up(end + numel, ALIGN)
-        if alone[item]:
-            close(is_alone=True)
+        if tied[item]:
+            close(is_tied=True)
     close()
     return buckets
 
@@ -179,7 +194,6 @@ def _spread(
         stop=start + num_owners * shard,
         items=tuple(item for _, _, item in offsets),
         starts=tuple(start + owner * shard + offset for owner, offset, _ in offsets),
-        alone=False,
         whole=True,
     )
 

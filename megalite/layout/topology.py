@@ -1,20 +1,28 @@
-"""Which rank sits where: arithmetic over the axes tp, cp, dp and pp, for any world size.
+"""Which rank sits where: arithmetic over the axes of a layout, for any world size.
 
 `rank = tp + TP*(cp + CP*(dp + DP*pp))`: tp varies fastest, so that a tensor-parallel group
-stays in one node, and pp slowest, so that a pipeline crosses nodes. Knows no torch and makes no
-communicator; `megalite.distributed.mesh` does that from these rank lists.
+stays in one node, and pp slowest, so that a pipeline crosses nodes. The ranks of a pipeline stage
+are numbered a second time for experts, `ep + EP*edp`: ep varies fastest, so that the tokens' way to
+their experts stays in a node, too. Knows no torch and makes no communicator;
+`megalite.distributed.mesh` does that from these rank lists.
+
+An axis is a row of `_GRIDS`, a size of `Topology` and its groups in `_VARYING`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Literal, get_args
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError
 
-Kind = Literal["tp", "cp", "dp", "pp", "dp_cp", "model", "embedding", "world"]
+# Each grid numbers all ranks by axes, fastest first.
+_GRIDS: tuple[tuple[str, ...], ...] = (("tp", "cp", "dp", "pp"), ("ep", "edp", "pp"))
+
+Kind = Literal["tp", "cp", "dp", "pp", "dp_cp", "embedding", "world", "ep", "edp"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # The axes that vary inside a group of the kind, fastest first (the order of ranks in the group).
@@ -24,9 +32,10 @@ _VARYING: dict[Kind, tuple[str, ...]] = {
     "dp": ("dp",),
     "pp": ("pp",),
     "dp_cp": ("cp", "dp"),
-    "model": ("tp", "pp"),
     "embedding": ("pp",),
     "world": ("tp", "cp", "dp", "pp"),
+    "ep": ("ep",),
+    "edp": ("edp",),
 }
 
 
@@ -38,23 +47,35 @@ class Coords:
     cp: int = 0
     dp: int = 0
     pp: int = 0
+    ep: int = 0
+    edp: int = 0
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A layout: how many ranks each axis has. Sizes are at least 1, else `ConfigError`."""
+    """A layout: how many ranks each axis has, at least 1.
+
+    ep divides tp x cp x dp, the ranks of a stage; what it leaves of them is edp. Raises
+    `ConfigError` for other sizes.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         problems = [
             f"parallel.{axis}={size!r} must be a whole number of at least 1"
-            for axis, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
+            for axis, size in vars(self).items()
             if isinstance(size, bool) or not isinstance(size, int) or size < 1
         ]
+        if not problems and self.tp * self.cp * self.dp % self.ep:
+            problems.append(
+                f"parallel.ep={self.ep} does not divide tp*cp*dp = {self.tp}*{self.cp}*{self.dp} = "
+                f"{self.tp * self.cp * self.dp}, the ranks of a pipeline stage; use a divisor"
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -94,6 +115,22 @@ class Topology:
         """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
+    @property
+    def edp(self) -> int:
+        """Number of ranks of a stage that hold the same experts."""
+        return self.tp * self.cp * self.dp // self.ep
+
+    def size(self, kind: Kind) -> int:
+        """Number of ranks in a group of `kind`, but for middle stages' embedding groups."""
+        if kind == "embedding":
+            return min(2, self.pp)
+        return prod(getattr(self, axis) for axis in self._varying(kind))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis of the first grid, whose product is the world, by name."""
+        return {axis: getattr(self, axis) for axis in _GRIDS[0]}
+
     def require_world(self, world_size: int) -> None:
         """Raise `ConfigError` unless exactly `world_size` ranks make this layout."""
         if world_size == self.world_size:
@@ -116,10 +153,12 @@ class Topology:
                 f"rank {rank} does not exist in a world of {self.world_size} ranks; "
                 f"ranks are 0 to {self.world_size - 1}"
             )
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
-        return Coords(tp=tp, cp=cp, dp=dp, pp=pp)
+        places: dict[str, int] = {}
+        for axes in _GRIDS:
+            rest = rank
+            for axis in axes:
+                rest, places[axis] = divmod(rest, getattr(self, axis))
+        return Coords(**places)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """World rank at a place; `ConfigError` if a coordinate is outside its axis."""
@@ -130,7 +169,10 @@ class Topology:
                     f"{axis} coordinate {coord} is outside the {axis} axis of size {size}; "
                     f"allowed are 0 to {size - 1}"
                 )
-        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+        return sum(
+            coord * self._stride(axis)
+            for axis, coord in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp))
+        )
 
     def group_of(self, kind: Kind, rank: int) -> tuple[int, ...]:
         """Ranks of the group of `kind` that `rank` belongs to, ascending, in O(group size).
@@ -149,7 +191,8 @@ class Topology:
         Each rank is in exactly one group; only middle-stage ranks are in no embedding group.
         """
         varying = self._varying(kind)
-        fixed = [axis for axis in ("pp", "dp", "cp", "tp") if axis not in varying]
+        grid = _grid_of(varying[0])
+        fixed = [axis for axis in reversed(grid) if axis not in varying]
         offsets = self._offsets(kind)
         bases = product(
             *(range(0, self._stride(a) * getattr(self, a), self._stride(a)) for a in fixed)
@@ -157,14 +200,13 @@ class Topology:
         return [tuple(base + offset for offset in offsets) for base in map(sum, bases)]
 
     def has_embedding(self, rank: int) -> bool:
-        """Whether `rank` is on the first or last stage, which hold the tied embedding."""
+        """True if `rank` is on the first or last stage, which hold the tied embedding."""
         return self.coords(rank).pp in (0, self.pp - 1)
 
     def describe(self, rank: int) -> str:
         """One rank's place for messages, e.g. `rank 3 (tp 1, dp 0, pp 1)`; axes of 1 left out."""
         at = self.coords(rank)
-        shown = ("tp", "cp", "dp", "pp")
-        places = [f"{axis} {getattr(at, axis)}" for axis in shown if getattr(self, axis) > 1]
+        places = [f"{axis} {getattr(at, axis)}" for axis, size in vars(self).items() if size > 1]
         return f"rank {rank} ({', '.join(places)})" if places else f"rank {rank}"
 
     def _varying(self, kind: Kind) -> tuple[str, ...]:
@@ -174,12 +216,8 @@ class Topology:
 
     def _stride(self, axis: str) -> int:
         """Distance in ranks between neighbours on `axis`."""
-        return {
-            "tp": 1,
-            "cp": self.tp,
-            "dp": self.tp * self.cp,
-            "pp": self.tp * self.cp * self.dp,
-        }[axis]
+        grid = _grid_of(axis)
+        return prod(getattr(self, faster) for faster in grid[: grid.index(axis)])
 
     def _offsets(self, kind: Kind) -> list[int]:
         """Rank offsets of a group's members from its lowest member, ascending."""
@@ -191,3 +229,8 @@ class Topology:
             stride = self._stride(axis)
             offsets = [step * stride + o for step in range(getattr(self, axis)) for o in offsets]
         return offsets
+
+
+def _grid_of(axis: str) -> tuple[str, ...]:
+    """The first grid that has an axis: pp has the same stride in all of them."""
+    return next(grid for grid in _GRIDS if axis in grid)

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite import kernels
 from megalite.config import ModelConfig
-from megalite.layout.sharding import Matrices
-from megalite.model.norm import HeadNorm
+from megalite.model.norm import HeadNorm, Specs
 from megalite.model.sequence import Sequences
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.tensor_parallel.context import LayerContext
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -33,7 +32,8 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        tp: TensorParallel,
+        context: LayerContext,
+        specs: Specs,
         name: str,
         config: ModelConfig,
         *,
@@ -42,23 +42,21 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         heads, groups, head_dim = config.num_heads, config.kv_heads, config.head_size
-        self.shape_kgH = (groups // tp.axis.size, heads // groups + 2, head_dim)
-        self.ops = tp.ops
+        tp = context.tp
+        self.shape_kgH = (groups // tp.size, heads // groups + 2, head_dim)
+        self.first_head = heads // tp.size * tp.rank
+        self.ops = context.ops
         self.recompute_core = recompute_core
         self.layer = layer
         self.dropout_p = config.attention_dropout
-        self.first_head = heads // tp.axis.size * tp.axis.rank
-        self.qkv = ColumnParallelLinear(
-            tp,
-            f"{name}.qkv",
-            (groups, heads // groups + 2, head_dim, config.hidden_size),
-            bias=config.qkv_bias,
-            matrices=Matrices(1, (heads // groups, 1, 1)),
-        )
-        self.head_norm = HeadNorm(tp, name, head_dim, config.norm_eps) if config.qk_norm else None
-        self.out = RowParallelLinear(
-            tp, f"{name}.out", (config.hidden_size, heads * head_dim), bias=config.linear_bias
-        )
+
+        qkv, out = f"{name}.qkv", f"{name}.out"
+        self.qkv = ColumnParallelLinear(context, specs[f"{qkv}.weight"], specs.get(f"{qkv}.bias"))
+        self.head_norm: HeadNorm | None = None
+        if config.qk_norm:
+            q, k = specs[f"{name}.q_norm.weight"], specs[f"{name}.k_norm.weight"]
+            self.head_norm = HeadNorm(context, config.norm_eps, q, k)
+        self.out = RowParallelLinear(context, specs[f"{out}.weight"], specs.get(f"{out}.bias"))
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         qkv = self.qkv(x)

@@ -12,9 +12,9 @@ from megalite.config import ModelConfig
 from megalite.model.attention import SelfAttention
 from megalite.model.dropout import Dropout
 from megalite.model.mlp import MLP
-from megalite.model.norm import make_norm
+from megalite.model.norm import Specs, make_norm
 from megalite.model.sequence import Sequences
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.tensor_parallel.context import LayerContext
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -27,20 +27,27 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, tp: TensorParallel, index: int, config: ModelConfig, recompute: Recompute
+        self,
+        context: LayerContext,
+        specs: Specs,
+        index: int,
+        config: ModelConfig,
+        recompute: Recompute,
     ) -> None:
         super().__init__()
         name = f"layers.{index}"
         selective = recompute == "selective"
         self.recompute_layer = recompute == "full"
-        self.attention_norm = make_norm(tp, f"{name}.attention_norm", config)
+        self.attention_norm = make_norm(context, specs, f"{name}.attention_norm", config)
         self.attention = SelfAttention(
-            tp, f"{name}.attention", config, layer=index, recompute_core=selective
+            context, specs, f"{name}.attention", config, layer=index, recompute_core=selective
         )
-        self.attention_dropout = Dropout(tp, config.residual_dropout, index, "attention output")
-        self.mlp_norm = make_norm(tp, f"{name}.mlp_norm", config)
-        self.mlp = MLP(tp, f"{name}.mlp", config, keep_activation=not selective)
-        self.mlp_dropout = Dropout(tp, config.residual_dropout, index, "mlp output")
+        self.attention_dropout = Dropout(
+            context, config.residual_dropout, index, "attention output"
+        )
+        self.mlp_norm = make_norm(context, specs, f"{name}.mlp_norm", config)
+        self.mlp = MLP(context, specs, f"{name}.mlp", config, keep_activation=not selective)
+        self.mlp_dropout = Dropout(context, config.residual_dropout, index, "mlp output")
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         if self.recompute_layer and torch.is_grad_enabled():

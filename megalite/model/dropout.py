@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.tensor_parallel.context import LayerContext
 
 Key = tuple[int, int]
 
@@ -49,25 +49,25 @@ class Dropout:
     tokens and draws the same mask.
     """
 
-    def __init__(self, tp: TensorParallel, p: float, layer: int, kind: str) -> None:
-        self.tp, self.p, self.layer, self.kind = tp, p, layer, kind
+    def __init__(self, context: LayerContext, p: float, layer: int, kind: str) -> None:
+        self.context, self.p, self.layer, self.kind = context, p, layer, kind
 
     def __call__(self, x_TD: Tensor, at: DropoutAt | None) -> Tensor:
         if self.p == 0 or at is None:
             return x_TD
-        shard = self.tp.axis.rank if self.tp.sequence_parallel else 0
+        shard = self.context.tp.rank if self.context.sequence_parallel else 0
         first = at.first_token + shard * len(x_TD)
-        return _Dropout.apply(x_TD, at.key(self.layer, self.kind), self.p, first, self.tp)
+        return _Dropout.apply(x_TD, at.key(self.layer, self.kind), self.p, first, self.context)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, key: Key, p: float, first_token: int, tp: TensorParallel
+        ctx: Any, x_TD: Tensor, key: Key, p: float, first_token: int, shared: LayerContext
     ) -> Tensor:
-        y_TD, keep_TD = tp.ops.dropout(x_TD, key, p, first_token)
+        y_TD, keep_TD = shared.ops.dropout(x_TD, key, p, first_token)
         ctx.save_for_backward(keep_TD)
-        ctx.ops, ctx.arguments = tp.ops, (key, p, first_token)
+        ctx.ops, ctx.arguments = shared.ops, (key, p, first_token)
         return y_TD
 
     @staticmethod

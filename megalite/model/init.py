@@ -2,8 +2,7 @@
 
 Rows of a weight (its dims but the last, flattened) are drawn in fixed blocks, each from a
 counter-based generator keyed by seed, name and block; a rank draws the blocks that its piece
-touches and keeps its slice. Standard deviations as in GPT-2 and Megatron-LM: `init_std`, output
-projections divided by sqrt(2 * layers); norms 1, biases and padding rows 0.
+touches and keeps its slice. The distribution is the spec's own; rows that pad a vocabulary are 0.
 """
 
 from __future__ import annotations
@@ -16,34 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
 from megalite.layout.sharding import ShardSpec
 
 _BLOCK_ROWS = 32
 
 
 def init_params(
-    params: Iterable[tuple[nn.Parameter, ShardSpec]],
-    config: ModelConfig,
-    seed: int,
-    tp: int,
-    tp_rank: int,
+    params: Iterable[tuple[nn.Parameter, ShardSpec]], seed: int, tp: int, tp_rank: int
 ) -> None:
-    """Fill each parameter's piece in place; the same global weights at every layout."""
+    """Fill each parameter's block in place; the same global weights at every layout."""
     with torch.no_grad():
         for param, spec in params:
-            if spec.name.endswith("norm.weight"):
-                param.fill_(1.0)
-            elif spec.name.endswith(".bias"):
-                param.zero_()
-            else:
-                std = _std(spec.name, config)
-                param.copy_(draw(spec, seed, std, tp, tp_rank))
-                _zero_padding_rows(param, spec, config, tp, tp_rank)
+            if spec.init.std == 0:
+                param.fill_(spec.init.value)
+                continue
+            param.copy_(draw(spec, seed, tp, tp_rank))
+            if spec.num_true_rows is not None:
+                first = spec.local_offsets(tp, tp_rank)[0]
+                param[max(0, spec.num_true_rows - first) :] = 0.0
 
 
-def draw(spec: ShardSpec, seed: int, std: float, tp: int, tp_rank: int) -> Tensor:
-    """This rank's piece of normal(0, std), float32 on CPU, in the spec's local shape."""
+def draw(spec: ShardSpec, seed: int, tp: int, tp_rank: int) -> Tensor:
+    """This rank's block of normal(0, spec.init.std), float32 on CPU, in the spec's local shape."""
     shape = spec.local_shape(tp)
     offsets = spec.local_offsets(tp, tp_rank)
     rows = np.arange(math.prod(spec.shape[:-1])).reshape(spec.shape[:-1])
@@ -56,24 +49,10 @@ def draw(spec: ShardSpec, seed: int, std: float, tp: int, tp_rank: int) -> Tenso
     for start, stop in zip(starts, [*starts[1:], rows.size], strict=True):
         values = _block(spec, seed, int(block_of[start]))
         out[start:stop] = values[row_in_block[start:stop], columns]
-    return torch.from_numpy(out).mul_(std).view(shape)
+    return torch.from_numpy(out).mul_(spec.init.std).view(shape)
 
 
 def _block(spec: ShardSpec, seed: int, block: int) -> np.ndarray:
     digest = hashlib.sha256(f"{seed}/{spec.name}/{block}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     return generator.standard_normal((_BLOCK_ROWS, spec.shape[-1]), dtype=np.float32)
-
-
-def _std(name: str, config: ModelConfig) -> float:
-    if name.endswith((".attention.out.weight", ".mlp.down.weight")):
-        return config.init_std / math.sqrt(2 * config.num_layers)
-    return config.init_std
-
-
-def _zero_padding_rows(
-    param: nn.Parameter, spec: ShardSpec, config: ModelConfig, tp: int, tp_rank: int
-) -> None:
-    if spec.name in ("embedding.weight", "head.weight"):
-        first = spec.local_offsets(tp, tp_rank)[0]
-        param[max(0, config.vocab_size - first) :] = 0.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.layout.sharding import Matrices
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.model.norm import Specs
+from megalite.tensor_parallel.context import LayerContext
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -18,26 +18,21 @@ class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) or down(gelu(up(x))); x is [T, D], or [t, D] under sp."""
 
     def __init__(
-        self, tp: TensorParallel, name: str, config: ModelConfig, *, keep_activation: bool
+        self,
+        context: LayerContext,
+        specs: Specs,
+        name: str,
+        config: ModelConfig,
+        *,
+        keep_activation: bool,
     ) -> None:
         super().__init__()
-        hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.linear_bias
-        if config.gated:
-            self.up = ColumnParallelLinear(
-                tp,
-                f"{name}.gate_up",
-                (2, ffn, hidden),
-                shard_dim=1,
-                bias=bias,
-                matrices=Matrices(0, (1, 1)),
-            )
-        else:
-            self.up = ColumnParallelLinear(tp, f"{name}.up", (ffn, hidden), bias=bias)
+        up = f"{name}.gate_up" if config.gated else f"{name}.up"
+        self.up = ColumnParallelLinear(context, specs[f"{up}.weight"], specs.get(f"{up}.bias"))
         self.down = RowParallelLinear(
-            tp,
-            f"{name}.down",
-            (hidden, ffn),
-            bias=bias,
+            context,
+            specs[f"{name}.down.weight"],
+            specs.get(f"{name}.down.bias"),
             activation=config.activation,
             keep_activation=keep_activation,
         )

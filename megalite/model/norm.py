@@ -8,6 +8,7 @@ norms its own heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.layout.sharding import ShardSpec
-from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+from megalite.tensor_parallel.context import LayerContext, ShardedModule
+
+Specs = Mapping[str, ShardSpec]  # the specs of a chunk, by name
 
 
 class RMSNorm(ShardedModule):
@@ -23,14 +26,13 @@ class RMSNorm(ShardedModule):
 
     bias: nn.Parameter | None
 
-    def __init__(self, tp: TensorParallel, name: str, hidden_size: int, eps: float) -> None:
-        super().__init__(tp)
+    def __init__(
+        self, context: LayerContext, eps: float, weight: ShardSpec, bias: ShardSpec | None = None
+    ) -> None:
+        super().__init__(context)
         self.eps = eps
-        self.weight = self.add_parameter("weight", self._spec(f"{name}.weight", hidden_size))
-        self.register_parameter("bias", None)
-
-    def _spec(self, name: str, hidden_size: int) -> ShardSpec:
-        return ShardSpec(name, (hidden_size,), partial=self.tp.sequence_parallel, decay=False)
+        self.weight = self.add_parameter("weight", weight)
+        self.bias = self.add_optional_parameter("bias", bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return _Norm.apply(x_TD, self.weight, self.bias, self)
@@ -41,12 +43,12 @@ class RMSNorm(ShardedModule):
 
     def compute(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, ...]:
         """y, s = x + residual, and statistics: `backward_norm` finds (s, weight, *statistics)."""
-        return self.tp.ops.rms_norm(x_TD, self.weight, self.eps, residual_TD)
+        return self.context.ops.rms_norm(x_TD, self.weight, self.eps, residual_TD)
 
     def backward_norm(self, ctx: Any, dy_TD: Tensor, ds_TD: Tensor | None = None) -> Tensor:
         """The gradient of x and residual; ds: what reaches s past the norm."""
         s_TD, weight, rstd_T1 = ctx.saved_tensors
-        dx_TD, dweight_D = self.tp.ops.rms_norm_grad(dy_TD, s_TD, weight, rstd_T1, ds_TD)
+        dx_TD, dweight_D = self.context.ops.rms_norm_grad(dy_TD, s_TD, weight, rstd_T1, ds_TD)
         self.accumulate_rowwise(self.weight, dweight_D)
         return dx_TD
 
@@ -54,21 +56,17 @@ class RMSNorm(ShardedModule):
 class LayerNorm(RMSNorm):
     """y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias."""
 
-    def __init__(self, tp: TensorParallel, name: str, hidden_size: int, eps: float) -> None:
-        super().__init__(tp, name, hidden_size, eps)
-        self.bias: nn.Parameter = self.add_parameter(
-            "bias", self._spec(f"{name}.bias", hidden_size)
-        )
-
     def compute(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, ...]:
-        return self.tp.ops.layer_norm(x_TD, self.weight, self.bias, self.eps, residual_TD)
+        assert self.bias is not None, "LayerNorm has a bias"
+        return self.context.ops.layer_norm(x_TD, self.weight, self.bias, self.eps, residual_TD)
 
     def backward_norm(self, ctx: Any, dy_TD: Tensor, ds_TD: Tensor | None = None) -> Tensor:
         s_TD, weight, mean_T1, rstd_T1 = ctx.saved_tensors
-        dx_TD, dweight_D, dbias_D = self.tp.ops.layer_norm_grad(
+        dx_TD, dweight_D, dbias_D = self.context.ops.layer_norm_grad(
             dy_TD, s_TD, weight, mean_T1, rstd_T1, ds_TD
         )
         self.accumulate_rowwise(self.weight, dweight_D)
+        assert self.bias is not None, "LayerNorm has a bias"
         self.accumulate_rowwise(self.bias, dbias_D)
         return dx_TD
 
@@ -76,9 +74,10 @@ class LayerNorm(RMSNorm):
 _NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
-def make_norm(tp: TensorParallel, name: str, config: ModelConfig) -> RMSNorm:
+def make_norm(context: LayerContext, specs: Specs, name: str, config: ModelConfig) -> RMSNorm:
     """The norm that the config names, over the hidden size."""
-    return _NORMS[config.norm](tp, name, config.hidden_size, config.norm_eps)
+    weight, bias = specs[f"{name}.weight"], specs.get(f"{name}.bias")
+    return _NORMS[config.norm](context, config.norm_eps, weight, bias)
 
 
 class _Norm(torch.autograd.Function):
@@ -125,16 +124,11 @@ class HeadNorm(ShardedModule):
     One weight for all query heads, one for all key heads; values pass through.
     """
 
-    def __init__(self, tp: TensorParallel, name: str, head_dim: int, eps: float) -> None:
-        super().__init__(tp)
+    def __init__(self, context: LayerContext, eps: float, q: ShardSpec, k: ShardSpec) -> None:
+        super().__init__(context)
         self.eps = eps
-        self.q_weight, self.k_weight = (
-            self.add_parameter(
-                f"{head}_weight",
-                ShardSpec(f"{name}.{head}_norm.weight", (head_dim,), partial=True, decay=False),
-            )
-            for head in ("q", "k")
-        )
+        self.q_weight = self.add_parameter("q_weight", q)
+        self.k_weight = self.add_parameter("k_weight", k)
 
     def forward(self, qkv_TkgH: Tensor) -> Tensor:
         return _HeadNorm.apply(qkv_TkgH, self.q_weight, self.k_weight, self)
@@ -145,7 +139,7 @@ class _HeadNorm(torch.autograd.Function):
     def forward(
         ctx: Any, qkv_TkgH: Tensor, q_weight: Tensor, k_weight: Tensor, layer: HeadNorm
     ) -> Tensor:
-        y_TkgH, rstd = layer.tp.ops.head_norm(qkv_TkgH, q_weight, k_weight, layer.eps)
+        y_TkgH, rstd = layer.context.ops.head_norm(qkv_TkgH, q_weight, k_weight, layer.eps)
         ctx.save_for_backward(qkv_TkgH, q_weight, k_weight, rstd)
         ctx.layer = layer
         return y_TkgH
@@ -153,7 +147,7 @@ class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TkgH: Tensor) -> tuple[Tensor, None, None, None]:
         layer: HeadNorm = ctx.layer
-        dqkv, dq_weight, dk_weight = layer.tp.ops.head_norm_grad(dy_TkgH, *ctx.saved_tensors)
+        dqkv, dq_weight, dk_weight = layer.context.ops.head_norm_grad(dy_TkgH, *ctx.saved_tensors)
         layer.accumulate_rowwise(layer.q_weight, dq_weight)
         layer.accumulate_rowwise(layer.k_weight, dk_weight)
         return dqkv, None, None, None

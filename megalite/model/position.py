@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite import kernels
 from megalite.config import ModelConfig
 from megalite.layout.sharding import ShardSpec
-from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+from megalite.tensor_parallel.context import LayerContext, ShardedModule
 
 
 def rotary_tables(
@@ -40,19 +40,14 @@ class PositionEmbedding(ShardedModule):
     Under sequence parallelism the table's gradient is therefore a partial sum over tp.
     """
 
-    def __init__(
-        self, tp: TensorParallel, max_positions: int, hidden_size: int, seq_length: int
-    ) -> None:
-        super().__init__(tp)
-        assert seq_length <= max_positions, (seq_length, max_positions)
-        spec = ShardSpec(
-            "position.weight", (max_positions, hidden_size), partial=tp.sequence_parallel
-        )
+    def __init__(self, context: LayerContext, spec: ShardSpec, seq_length: int) -> None:
+        super().__init__(context)
+        assert seq_length <= spec.shape[0], (seq_length, spec.shape)
         self.weight = self.add_parameter("weight", spec)
 
     def forward(self, x: Tensor, length_tokens: int) -> Tensor:
         """x: [T, D] or [t, D], of sequences of `length_tokens`."""
-        shard = self.tp.axis.rank if self.tp.sequence_parallel else 0
+        shard = self.context.tp.rank if self.context.sequence_parallel else 0
         token = torch.arange(shard * len(x), (shard + 1) * len(x), device=x.device)
         return _AddPosition.apply(x, self.weight, token % length_tokens, self)
 
@@ -69,8 +64,8 @@ class _AddPosition(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (position,), layer = ctx.saved_tensors, ctx.layer
-        owned = torch.ones_like(position, dtype=torch.bool)
-        layer.tp.grads.add(
-            layer.weight, lambda buffer: layer.tp.ops.embedding_grad_(buffer, dy, position, owned)
+        owned, ops = torch.ones_like(position, dtype=torch.bool), layer.context.ops
+        layer.context.grads.add(
+            layer.weight, lambda buffer: ops.embedding_grad_(buffer, dy, position, owned)
         )
         return dy, None, None, None

@@ -1,7 +1,7 @@
-"""The decoder-only transformer, built per pipeline stage from a range of layers.
+"""The decoder-only transformer, built per pipeline stage from the list of its parameters.
 
-A chunk holds layers [start, stop), the embedding if it is the first stage and the final norm, head
-and loss if it is the last. With one stage it is the whole model; nothing else differs.
+A chunk holds the layers of its stage, the embedding if it is the first and the final norm, head and
+loss if it is the last. With one stage it is the whole model; nothing else differs.
 
 Shapes: T tokens of a microbatch, D model, V padded vocabulary; t = T / tp, v = V / tp.
 """
@@ -21,7 +21,8 @@ from megalite.model.dropout import Dropout, DropoutAt
 from megalite.model.norm import make_norm
 from megalite.model.position import PositionEmbedding, rotary_tables
 from megalite.model.sequence import Sequences
-from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+from megalite.run.parameters import ModelStage, stage_parameters
+from megalite.tensor_parallel.context import LayerContext, ShardedModule
 from megalite.tensor_parallel.cross_entropy import (
     PLAIN,
     LossExtras,
@@ -55,72 +56,61 @@ class Batch(Protocol):
 
 
 class Transformer(nn.Module):
-    """One pipeline stage of the model.
+    """One pipeline stage of the model: the layers of `stage`, with the parameters of its list.
 
-    layers: global indices of this stage's layers. loss_chunk_tokens: 0 computes the loss over whole
-    microbatches; n computes logits n tokens at a time, forward and backward.
-
-    Where first and last stage are two chunks of one rank, a tied weight exists once, in the first:
-    `head_beside` tells the first of it, `embedding_stage` is given to the last.
+    loss_chunk_tokens: 0 computes the loss over whole microbatches; n computes logits n tokens at a
+    time, forward and backward. embedding_stage: the chunk of this rank that holds the tied weight
+    of a head that is "beside" it.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        tp: TensorParallel,
+        context: LayerContext,
+        stage: ModelStage,
         *,
         seq_length: int,
-        layers: range,
-        first: bool = True,
-        last: bool = True,
         recompute: Recompute = "none",
         loss_chunk_tokens: int = 0,
         extras: LossExtras = PLAIN,
         embedding_stage: Transformer | None = None,
-        head_beside: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.tp = config, tp
-        self.first, self.last = first, last
+        self.config, self.context = config, context
+        self.first, self.last = stage.first, stage.last
         self.seq_length, self.loss_chunk_tokens = seq_length, loss_chunk_tokens
         self.before: Callable[[int], None] | None = None
-        self.rope = rotary_tables(config, seq_length, tp.dtype, tp.device)
-        tied, alone = config.tie_embeddings, first and last
-        vocab = (config.padded_vocab_size, config.hidden_size)
-        if first:
-            self.embedding = VocabParallelEmbedding(
-                tp,
-                ShardSpec(
-                    "embedding.weight",
-                    vocab,
-                    0,
-                    shared=tied and not alone and not head_beside,
-                    uses=1 + (tied and alone),
-                ),
-            )
-            self.positions = (
-                PositionEmbedding(tp, config.max_positions, config.hidden_size, seq_length)
-                if config.positions == "learned"
-                else None
-            )
-            self.embedding_dropout = Dropout(tp, config.embedding_dropout, -1, "embedding")
-        self.layers = nn.ModuleList(TransformerLayer(tp, i, config, recompute) for i in layers)
-        if last:
-            self.final_norm = make_norm(tp, "final_norm", config)
-            spec = ShardSpec("head.weight", vocab, 0)
-            if tied:
-                spec = ShardSpec("embedding.weight", vocab, 0, shared=True, copy=True)
-            owner = self if alone else embedding_stage
-            weight = owner.embedding.weight if tied and owner is not None else None
+        self.rope = rotary_tables(config, seq_length, context.dtype, context.device)
+        listed = stage_parameters(config, stage, context.sequence_parallel)
+        specs = {spec.name: spec for spec in listed}
+
+        if stage.first:
+            self.embedding = VocabParallelEmbedding(context, specs["embedding.weight"])
+            self.positions: PositionEmbedding | None = None
+            if config.positions == "learned":
+                self.positions = PositionEmbedding(context, specs["position.weight"], seq_length)
+            self.embedding_dropout = Dropout(context, config.embedding_dropout, -1, "embedding")
+
+        self.layers = nn.ModuleList(
+            TransformerLayer(context, specs, index, config, recompute) for index in stage.layers
+        )
+
+        if stage.last:
+            self.final_norm = make_norm(context, specs, "final_norm", config)
+            owner = {"within": self, "beside": embedding_stage}.get(stage.tied)
             # A head that uses another chunk's weight gives its gradient to that chunk's store.
-            store = owner.tp if weight is not None and owner is not None else tp
-            self.head = ColumnParallelLinear(store, "head", vocab, spec=spec, weight=weight)
-            self.vocab = VocabShard(store, config.vocab_size, config.padded_vocab_size, extras)
+            at_head = context if owner is None else owner.context
+            if owner is None:
+                own = "head.weight" if stage.tied == "no" else "embedding.weight"
+                self.head = ColumnParallelLinear(at_head, specs[own])
+            else:
+                self.head = ColumnParallelLinear(at_head, weight=owner.embedding.weight)
+            self.vocab = VocabShard(at_head, config.vocab_size, config.padded_vocab_size, extras)
 
     @property
     def grads(self) -> GradStore:
         """Where this chunk's weight gradients go."""
-        return self.tp.grads
+        return self.context.grads
 
     def named_params(self) -> list[tuple[nn.Parameter, ShardSpec]]:
         """Each parameter of this chunk once, with its spec, in order of first use."""
@@ -182,8 +172,8 @@ class Transformer(nn.Module):
             self._before(0)
             x = self.embed(token_T, dropout)
         assert x is not None, "a stage after the first needs the previous stage's output"
-        length = min(self.seq_length, len(token_T))
-        mask = self.tp.ops.attention_mask(cu_seqlens, self.config.sliding_window, self.tp.device)
+        length, shared = min(self.seq_length, len(token_T)), self.context
+        mask = shared.ops.attention_mask(cu_seqlens, self.config.sliding_window, shared.device)
         sequences = Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
         for index, layer in enumerate(self.layers):
             self._before(index + 1)
@@ -209,7 +199,7 @@ class Transformer(nn.Module):
     def logits(self, token_T: Tensor) -> Tensor:
         """Logits [T, true vocabulary] of one sequence; needs the whole model (tp = pp = 1)."""
         assert len(self.layers) == self.config.num_layers, "logits needs the whole model"
-        assert self.tp.axis.size == 1, "logits needs the whole vocabulary"
+        assert self.context.tp.size == 1, "logits needs the whole vocabulary"
         x = self.final_norm(self.hidden(None, token_T, [0, len(token_T)]))
         logits: Tensor = self.head(x)
         return logits[:, : self.config.vocab_size]

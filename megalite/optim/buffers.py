@@ -16,10 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalite.distributed.mesh import Axis, Mesh
 from megalite.distributed.precision import main_grad_dtype
 from megalite.layout.bucket_plan import BucketPlan, plan_chunk
 from megalite.layout.sharding import ShardSpec
-from megalite.run.rules import Rule
+from megalite.run.rules import Rule, bucket_item
 
 
 class GradSink(Protocol):
@@ -61,13 +62,16 @@ class Bucket:
     start: int
     stop: int
     slots: tuple[Slot, ...]
-    shared: bool
+    axis: Axis  # its gradients are summed over, and its parts lie on, the ranks of this axis
+    tied: bool
     whole: bool  # each rank's shard is made of whole parameters
 
-    def shard_range(self, num_shards: int, index: int) -> tuple[int, int]:
-        """The `index`-th of `num_shards` equal parts, in elements of the flat buffer."""
-        size = (self.stop - self.start) // num_shards
-        return self.start + index * size, self.start + (index + 1) * size
+    def shard_range(self, sharded: bool) -> tuple[int, int]:
+        """This rank's part, in elements of the flat buffer: all of it unless `sharded`."""
+        if not sharded:
+            return self.start, self.stop
+        size = (self.stop - self.start) // self.axis.size
+        return self.start + self.axis.rank * size, self.start + (self.axis.rank + 1) * size
 
 
 class ChunkBuffers:
@@ -75,7 +79,7 @@ class ChunkBuffers:
 
     `bucket_mb` is MiB of main gradients. `params` and `grads` have equal length and layout;
     a chunk without parameters has buffers of length 0 and no buckets. `rule_of` gives each
-    parameter's rule; those of Muon are spread whole over `num_owners` ranks.
+    parameter's rule; with `sharded`, those of Muon lie whole on the ranks of their axis.
     """
 
     def __init__(
@@ -84,22 +88,19 @@ class ChunkBuffers:
         dtype: torch.dtype,
         device: torch.device,
         bucket_mb: float,
-        num_shards: int,
+        mesh: Mesh,
         rule_of: Callable[[ShardSpec], Rule] = lambda spec: Rule(),
-        num_owners: int = 1,
+        sharded: bool = False,
     ) -> None:
         grad_dtype = main_grad_dtype(dtype)
         named = list(reversed(chunk.named_params()))
         rules = [rule_of(spec) for _, spec in named]
-        plans = plan_chunk(
-            [param.numel() for param, _ in named],
-            [spec.shared for _, spec in named],
-            [rule.algorithm == "muon" for rule in rules],
-            int(bucket_mb * 2**20) // grad_dtype.itemsize,
-            num_shards,
-            num_owners,
-        )
-        self.buckets = [_bucket(plan, named, rules) for plan in plans]
+        items = [
+            bucket_item(spec, rule, mesh.topology, sharded)
+            for (_, spec), rule in zip(named, rules, strict=True)
+        ]
+        plans = plan_chunk(items, int(bucket_mb * 2**20) // grad_dtype.itemsize)
+        self.buckets = [_bucket(plan, named, rules, mesh) for plan in plans]
         self.numel = plans[-1].stop if plans else 0
         self.num_parameters = sum(param.numel() for param, _ in named)
         self.params = torch.zeros(self.numel, dtype=dtype, device=device)
@@ -123,10 +124,14 @@ class ChunkBuffers:
 
 
 def _bucket(
-    plan: BucketPlan, named: Sequence[tuple[nn.Parameter, ShardSpec]], rules: Sequence[Rule]
+    plan: BucketPlan,
+    named: Sequence[tuple[nn.Parameter, ShardSpec]],
+    rules: Sequence[Rule],
+    mesh: Mesh,
 ) -> Bucket:
     slots = tuple(
         Slot(*named[item], start, start + named[item][0].numel(), rules[item])
         for item, start in zip(plan.items, plan.starts, strict=True)
     )
-    return Bucket(plan.start, plan.stop, slots, plan.alone, plan.whole)
+    axis = mesh.axis(slots[0].spec.grid.replica_axis)
+    return Bucket(plan.start, plan.stop, slots, axis, plan.tied, plan.whole)

@@ -19,14 +19,14 @@ from megalite.distributed.reduced_precision import RoundedAllReduce, reduce_scat
 from megalite.optim.buffers import Chunk, ChunkBuffers
 
 
-class Handle(Protocol):
+class Waitable(Protocol):
     """A collective in flight; `wait` makes its result usable on this rank."""
 
     def wait(self) -> object: ...
 
 
 class GradReducer:
-    """Reduces a chunk's gradient buffer over `axis`, in place.
+    """Reduces a chunk's gradient buffer, each bucket over its axis, in place.
 
     `scatter`: reduce-scatter, each rank is left with its own part of each bucket and rubbish in
     the rest; otherwise all-reduce. `overlap` off: everything starts in `wait`, same numbers.
@@ -37,12 +37,11 @@ class GradReducer:
         self,
         chunk: Chunk,
         buffers: ChunkBuffers,
-        axis: Axis,
         scatter: bool,
         overlap: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._chunk, self._buffers, self._axis = chunk, buffers, axis
+        self._chunk, self._buffers = chunk, buffers
         self._scatter, self._overlap, self._dtype = scatter, overlap, dtype
         self._bucket_of = {
             id(slot.param): index
@@ -51,7 +50,7 @@ class GradReducer:
         }
         self._awaited: dict[int, int] = {}  # contributions to come, by parameter
         self._open: list[int] = []  # parameters of each bucket that still await contributions
-        self._handles: list[Handle] = []
+        self._handles: list[Waitable] = []
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -60,12 +59,12 @@ class GradReducer:
         self._buffers.grads.zero_()
 
     def expect_last(self) -> None:
-        """Every contribution from now on, `spec.uses` a parameter, is the step's last."""
+        """Contributions from now on, `spec.contributions` a parameter, are the step's last."""
         if not self._overlap:
             return
         buckets = self._buffers.buckets
         trained = [[s for s in b.slots if s.param.requires_grad] for b in buckets]
-        self._awaited = {id(s.param): s.spec.uses for slots in trained for s in slots}
+        self._awaited = {id(s.param): s.spec.contributions for slots in trained for s in slots}
         self._open = [len(slots) for slots in trained]
         self._chunk.grads.listener = self._contributed
 
@@ -100,12 +99,12 @@ class GradReducer:
     def _launch_next(self) -> None:
         bucket = self._buffers.buckets[len(self._handles)]
         grads = self._buffers.grads[bucket.start : bucket.stop]
-        self._handles.append(self._reduce(grads))
+        self._handles.append(self._reduce(grads, bucket.axis))
 
-    def _reduce(self, grads: Tensor) -> Handle:
+    def _reduce(self, grads: Tensor, axis: Axis) -> Waitable:
         if self._dtype is not None:
             reduce = reduce_scatter_rounded if self._scatter else RoundedAllReduce
-            return reduce(grads, self._axis, self._dtype)
+            return reduce(grads, axis, self._dtype)
         if self._scatter:
-            return comm.reduce_scatter_into(grads, self._axis, async_op=True)
-        return comm.all_reduce(grads, self._axis, async_op=True)
+            return comm.reduce_scatter_into(grads, axis, async_op=True)
+        return comm.all_reduce(grads, axis, async_op=True)

@@ -30,6 +30,7 @@ from megalite.distributed.comm import all_to_all
 from megalite.distributed.mesh import Axis
 from megalite.kernels import Kernels
 from megalite.layout.bucket_plan import assign
+from megalite.layout.sharding import DENSE
 from megalite.optim.shard import BucketShard, Piece
 
 # Jordan's coefficients: steep at 0, so that five steps lift small singular values, at the price of
@@ -42,14 +43,14 @@ class Block:
     """One matrix of one weight: this tp rank's part, a view of the direction to take."""
 
     local: Tensor
-    shard_dim: int | None
+    cut_dim: int | None
     num_parts: int  # tp parts that make up the matrix: 1 where every tp rank holds all of it
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the whole matrix."""
         columns = self.local.shape[-1]
-        if self.shard_dim == self.local.dim() - 1:
+        if self.cut_dim == self.local.dim() - 1:
             columns *= self.num_parts
         return self.local.numel() * self.num_parts // columns, columns
 
@@ -62,16 +63,16 @@ class Block:
     def join(self, parts: Tensor) -> Tensor:
         """All tp ranks' parts, [num_parts, elements], as the matrix [rows, columns]."""
         shaped = parts.view(self.num_parts, *self.local.shape)
-        whole = shaped[0] if self.shard_dim is None else torch.cat([*shaped], self.shard_dim)
+        whole = shaped[0] if self.cut_dim is None else torch.cat([*shaped], self.cut_dim)
         return whole.reshape(self.shape)
 
     def part(self, matrix: Tensor) -> Tensor:
         """The reverse of `join`: [num_parts, elements]."""
-        if self.shard_dim is None:
+        if self.cut_dim is None:
             return matrix.reshape(1, -1)
         sizes = list(self.local.shape)
-        sizes[self.shard_dim] *= self.num_parts
-        parts = matrix.view(sizes).chunk(self.num_parts, self.shard_dim)
+        sizes[self.cut_dim] *= self.num_parts
+        parts = matrix.view(sizes).chunk(self.num_parts, self.cut_dim)
         return torch.stack([part.reshape(-1) for part in parts])
 
 
@@ -127,8 +128,9 @@ def blocks_of(piece: Piece, direction: Tensor, tp_size: int) -> list[Block]:
     assert cut is not None, f"{spec.name} is no hidden matrix"
     local = direction.view(spec.local_shape(tp_size))
     parts = torch.split(local, list(cut.sizes), cut.dim) if cut.sizes else (local,)
-    num_parts = 1 if spec.shard_dim is None else tp_size
-    return [Block(part, spec.shard_dim, num_parts) for part in parts]
+    assert spec.grid == DENSE, f"{spec.name}: matrices are brought together over tp alone"
+    num_parts = 1 if spec.cut_dim is None else tp_size
+    return [Block(part, spec.cut_dim, num_parts) for part in parts]
 
 
 def _direction(piece: Piece, config: OptimizerConfig) -> Tensor:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from megalite.distributed import comm
-from megalite.distributed.mesh import Axis
 from megalite.optim.buffers import Chunk, ChunkBuffers
-from megalite.optim.grad_reduce import Handle
 
 
 class ParamGather:
-    """Gathers one chunk's parameter buffer over `axis`: every rank's part of every bucket."""
+    """Gathers one chunk's parameter buffer: every rank's part of every bucket, over its axis."""
 
-    def __init__(self, chunk: Chunk, buffers: ChunkBuffers, axis: Axis) -> None:
-        self._buffers, self._axis = buffers, axis
-        self._pending: dict[int, Handle] = {}  # by bucket
+    def __init__(self, chunk: Chunk, buffers: ChunkBuffers) -> None:
+        self._buffers = buffers
+        self._pending: dict[int, comm.Handle] = {}  # by bucket
         bucket_of = {
             id(slot.param): index
             for index, bucket in enumerate(buffers.buckets)
@@ -30,7 +28,7 @@ class ParamGather:
         for index in reversed(range(len(self._buffers.buckets))):
             bucket = self._buffers.buckets[index]
             params = self._buffers.params[bucket.start : bucket.stop]
-            self._pending[index] = comm.all_gather_into(params, self._axis, async_op=True)
+            self._pending[index] = comm.all_gather_into(params, bucket.axis, async_op=True)
 
     def wait_section(self, section: int) -> None:
         """Wait until the parameters of one section of the chunk may be read."""

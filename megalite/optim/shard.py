@@ -1,6 +1,6 @@
 """This rank's part of a chunk's optimizer state, as views: what it updates, counts and saves.
 
-Of every bucket a rank owns one of `num_shards` equal parts (all of it with ZeRO off). For 16-bit
+Of every bucket a rank owns one of equal parts (all of it with ZeRO off). For 16-bit
 parameters the part has an fp32 master; for fp32 and fp64 the weight *is* the parameter's own
 memory, so no number is stored twice. Further state exists for the owned part only, by kind:
 AdamW's moments, Muon's momentum, the average of the weights. No communication here.
@@ -134,14 +134,13 @@ class ChunkShard:
     def __init__(
         self,
         buffers: ChunkBuffers,
-        num_shards: int,
-        index: int,
+        sharded: bool,
         options: StateOptions = StateOptions(),
     ) -> None:
         wide = buffers.grads.dtype
-        owned = buffers.numel // num_shards
+        ranges = [bucket.shard_range(sharded) for bucket in buffers.buckets]
         kinds = [kinds_of(bucket, options) for bucket in buffers.buckets]
-        sizes = [(bucket.stop - bucket.start) // num_shards for bucket in buffers.buckets]
+        sizes = [stop - start for start, stop in ranges]
         device = buffers.grads.device
         self.states: dict[str, Tensor] = {}
         for kind in (*ADAMW_KINDS, *MUON_KINDS, EMA):
@@ -151,14 +150,13 @@ class ChunkShard:
                 self.states[kind] = torch.zeros(numel, dtype=dtype, device=device)
         self.master: Tensor | None = None
         if buffers.params.dtype != wide:
-            self.master = torch.zeros(owned, dtype=wide, device=device)
+            self.master = torch.zeros(sum(sizes), dtype=wide, device=device)
         self.shards: list[BucketShard] = []
         ends = dict.fromkeys(("", *self.states), 0)
-        for bucket, has in zip(buffers.buckets, kinds, strict=True):
-            start, stop = bucket.shard_range(num_shards, index)
-            self.shards.append(self._shard(buffers, bucket, (start, stop), has, ends))
+        for bucket, owned, has in zip(buffers.buckets, ranges, kinds, strict=True):
+            self.shards.append(self._shard(buffers, bucket, owned, has, ends))
             for kind in ("", *has):
-                ends[kind] += stop - start
+                ends[kind] += owned[1] - owned[0]
         self.reset_weights()
 
     def _shard(

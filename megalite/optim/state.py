@@ -1,8 +1,7 @@
 """What the optimizer hands to checkpoints, and what it counts in memory. Reads and writes no files.
 
-State kinds, the first part of a state's name: `param` (the weight: fp32 master for 16-bit
-parameters, else the parameter itself), then `exp_avg` and `exp_avg_sq` (AdamW) or `momentum`
-(Muon), and `ema`. The second part is `spec.name`.
+Kinds of state: `param` (the weight: fp32 master for 16-bit parameters, else the parameter itself),
+then `exp_avg` and `exp_avg_sq` (AdamW) or `momentum` (Muon), and `ema`.
 """
 
 from __future__ import annotations
@@ -20,35 +19,40 @@ from megalite.optim.shard import ADAMW_KINDS, EMA, MUON_KINDS, ChunkShard, Piece
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One rank's part of one state: [start, stop) of the tp-local tensor, flat and row-major.
+    """One rank's part of one state: [start, stop) of this rank's block, flat and row-major.
 
     `tensor` is a 1-D view of the live state: copying into it loads. `owner` is true on exactly
     one of the ranks that hold these numbers: that one saves; every rank loads.
     """
 
-    name: str
+    kind: str
     spec: ShardSpec
     start: int
     stop: int
     tensor: Tensor
     owner: bool
 
+    @property
+    def name(self) -> str:
+        """Its name in checkpoints."""
+        return f"{self.kind}/{self.spec.name}"
+
 
 def owns(spec: ShardSpec, mesh: Mesh, zero: int) -> bool:
-    """Whether this rank stands for a parameter in norms and checkpoints; replicas do not."""
-    first_tp = spec.shard_dim is not None or mesh.tp.rank == 0
-    first_dp = zero == 1 or mesh.dp_cp.rank == 0
-    return first_tp and first_dp and not spec.copy
+    """True if this rank stands for a parameter in norms and checkpoints; replicas do not."""
+    holds_block = spec.cut_dim is not None or mesh.axis(spec.grid.cut_axis).rank == 0
+    is_replica = zero == 0 and mesh.axis(spec.grid.replica_axis).rank != 0
+    return holds_block and not is_replica and spec.counted
 
 
 def state_tensors(pieces: Iterable[Piece], mesh: Mesh, zero: int) -> list[StateTensor]:
     """The states of all pieces, kind by kind within each piece."""
-    return [
-        StateTensor(f"{kind}/{p.spec.name}", p.spec, p.start, p.stop, tensor, owner)
-        for p in pieces
-        for owner in [owns(p.spec, mesh, zero)]
-        for kind, tensor in {"param": p.weight, **p.states}.items()
-    ]
+    states: list[StateTensor] = []
+    for p in pieces:
+        owner = owns(p.spec, mesh, zero)
+        for kind, tensor in {"param": p.weight, **p.states}.items():
+            states.append(StateTensor(kind, p.spec, p.start, p.stop, tensor, owner))
+    return states
 
 
 @dataclass(frozen=True)

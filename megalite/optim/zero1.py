@@ -1,4 +1,4 @@
-"""The distributed optimizer: gradients reduced, and state sharded, over dp_cp (ZeRO-1).
+"""The distributed optimizer: gradients reduced, and state sharded, over replicas (ZeRO-1).
 
 Reading order: buffers (memory), shard (what this rank owns), grad_reduce, param_gather, norm,
 grad_factor, muon, then `DistributedOptimizer.step` here, the order of everything after backward:
@@ -78,31 +78,26 @@ class DistributedOptimizer:
         names = [spec.name for chunk in chunks for _, spec in chunk.named_params()]
         assert len(set(names)) == len(names), "a parameter is on this rank twice"
         require_matches(config.groups, names, mesh.world, device)
-        axis, sharded = mesh.dp_cp, config.zero == 1
-        owned = (axis.size, axis.rank) if sharded else (1, 0)
+        sharded, rules = config.zero == 1, partial(rule_of, config=config)
+
+        # Memory first: parameters move into the flat buffers, of which everything else is views.
         self._buffers = [
-            ChunkBuffers(
-                chunk,
-                dtype,
-                device,
-                config.bucket_mb,
-                axis.size,
-                partial(rule_of, config=config),
-                num_owners=owned[0],
-            )
+            ChunkBuffers(chunk, dtype, device, config.bucket_mb, mesh, rules, sharded)
             for chunk in chunks
         ]
         options = StateOptions(_narrow(config.moment_dtype), config.ema_decay is not None)
-        self._shards = [ChunkShard(buffers, *owned, options) for buffers in self._buffers]
+        self._shards = [ChunkShard(buffers, sharded, options) for buffers in self._buffers]
+
+        # What travels: gradients before the update, parameters after it, bucket by bucket.
         sent_as = _narrow(config.grad_reduce_dtype)
+        pairs = list(zip(chunks, self._buffers, strict=True))
         self._reducers = [
-            GradReducer(chunk, buffers, axis, sharded, config.overlap_grad_reduce, sent_as)
-            for chunk, buffers in zip(chunks, self._buffers, strict=True)
+            GradReducer(chunk, buffers, sharded, config.overlap_grad_reduce, sent_as)
+            for chunk, buffers in pairs
         ]
-        self._gathers = [
-            ParamGather(chunk, buffers, axis)
-            for chunk, buffers in zip(chunks, self._buffers, strict=True)
-        ]
+        self._gathers = [ParamGather(chunk, buffers) for chunk, buffers in pairs]
+
+        # What this rank updates, and what of it the norm counts.
         self._bucket_shards = [s for chunk_shard in self._shards for s in chunk_shard.shards]
         self._pieces = [piece for shard in self._bucket_shards for piece in shard.pieces()]
         self._runs = [run for shard in self._bucket_shards for run in shard.runs()]
@@ -204,7 +199,7 @@ class DistributedOptimizer:
         self._factor.settle()
         return [
             StateTensor(
-                f"grad/{p.spec.name}",
+                "grad",
                 p.spec,
                 p.start,
                 p.stop,
@@ -297,7 +292,7 @@ class DistributedOptimizer:
     def _sum_tied(self) -> None:
         """Give both copies of a tied weight the sum of their gradients, in place."""
         for shard in self._bucket_shards:
-            if shard.bucket.shared:
+            if shard.bucket.tied:
                 comm.all_reduce(shard.grad, self._mesh.embedding)
 
     @torch.no_grad()

@@ -19,15 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config import RunConfig
-from megalite.planner.stages import Stage
 from megalite.planner.states import BYTES, sum_bytes
+from megalite.run.parameters import ModelStage
 
 _BLOCK_ELEMENTS = 1 << 19  # that plain torch works on at a time
 _ROW_BYTES = 9  # of a token: its int64 row of the embedding, and whether that is here
 
 
 @dataclass(frozen=True)
-class Held:
+class KeptBytes:
     """Bytes of one microbatch of a stage.
 
     activations: from its forward to its input gradient. checkpoint: in their place from its forward
@@ -60,7 +60,7 @@ class _Sizes:
     heads: int
 
 
-def held_by(config: RunConfig, stage: Stage) -> Held:
+def held_by(config: RunConfig, stage: ModelStage) -> KeptBytes:
     """Of a stage of a resolved config."""
     size, element = _sizes(config), BYTES[config.train.dtype]
     kept = "none" if config.train.recompute == "stage" else config.train.recompute
@@ -70,7 +70,7 @@ def held_by(config: RunConfig, stage: Stage) -> Held:
         deferred += element * size.gathered + _ROW_BYTES * size.tokens
     if stage.last and not config.train.loss_chunk_tokens:
         deferred += element * (size.logits + size.gathered)
-    return Held(
+    return KeptBytes(
         activations=layers * _layer_bytes(config, size, kept) + _end_bytes(config, size, stage),
         checkpoint=0 if stage.first else element * size.hidden,
         deferred=deferred,
@@ -132,7 +132,7 @@ def _keeps_masks(config: RunConfig, probability: float) -> bool:
     return probability > 0 and config.kernels.backend == "reference"
 
 
-def _end_bytes(config: RunConfig, size: _Sizes, stage: Stage) -> int:
+def _end_bytes(config: RunConfig, size: _Sizes, stage: ModelStage) -> int:
     """What embedding, final norm, head and loss keep of a microbatch."""
     element, wide = BYTES[config.train.dtype], sum_bytes(config.train.dtype)
     total = 0
@@ -211,7 +211,7 @@ def _embedding_working_bytes(config: RunConfig, size: _Sizes) -> int:
     return BYTES[config.train.dtype] * (size.hidden + gathered)
 
 
-def _message_bytes(config: RunConfig, size: _Sizes, stage: Stage) -> int:
+def _message_bytes(config: RunConfig, size: _Sizes, stage: ModelStage) -> int:
     """Boundary tensors on their way: one that arrives and one that leaves, for each neighbour."""
     neighbours = (not stage.first) + (not stage.last)
     return 2 * neighbours * BYTES[config.train.dtype] * size.hidden

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from megalite.config import RunConfig
 from megalite.planner.activations import held_by
-from megalite.planner.stages import Stage
 from megalite.planner.states import States, rank_states
+from megalite.run.parameters import ModelStage
 from megalite.schedules import Schedule, Timeline
 from megalite.schedules.memory import MicrobatchMemory, memory_over_time, peak_memory
 
@@ -46,7 +46,7 @@ def beside_tensors(total: int) -> int:
 
 
 def rank_memory(
-    config: RunConfig, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline
+    config: RunConfig, stages: Sequence[ModelStage], schedule: Schedule, timeline: Timeline
 ) -> list[RankMemory]:
     """Of every pipeline rank of a resolved config, in order; `timeline` is of its schedule."""
     held = [held_by(config, stage) for stage in stages]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from megalite.config import OptimizerConfig, RunConfig
 from megalite.layout.bucket_plan import plan_chunk
-from megalite.planner.stages import Stage, stage_parameters
-from megalite.run.rules import rule_of
+from megalite.layout.topology import Topology
+from megalite.run.parameters import ModelStage, stage_parameters
+from megalite.run.rules import bucket_item, rule_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of an element
 
@@ -32,7 +32,7 @@ class States:
     optimizer: int
 
 
-def rank_states(config: RunConfig, chunks: Sequence[Stage]) -> States:
+def rank_states(config: RunConfig, chunks: Sequence[ModelStage]) -> States:
     """Of a rank that holds these chunks; `parallel.dp` must be set."""
     each = [_chunk_states(config, chunk) for chunk in chunks]
     return States(
@@ -43,26 +43,26 @@ def rank_states(config: RunConfig, chunks: Sequence[Stage]) -> States:
     )
 
 
-def _chunk_states(config: RunConfig, chunk: Stage) -> States:
-    optimizer, tp, dp = config.optimizer, config.parallel.tp, config.parallel.dp
-    assert dp is not None, "a resolved config says how many replicas there are"
-    shards = dp if optimizer.zero == 1 else 1
-    specs = list(reversed(stage_parameters(config, chunk)))
-    numels = [prod(spec.local_shape(tp)) for spec in specs]
+def _chunk_states(config: RunConfig, chunk: ModelStage) -> States:
+    optimizer, parallel = config.optimizer, config.parallel
+    assert parallel.dp is not None, "a resolved config says how many replicas there are"
+    topology, sharded = Topology.of(parallel), optimizer.zero == 1
     width, wide = BYTES[config.train.dtype], sum_bytes(config.train.dtype)
-    plans = plan_chunk(
-        numels,
-        [spec.shared for spec in specs],
-        [rule_of(spec, optimizer).algorithm == "muon" for spec in specs],
-        int(optimizer.bucket_mb * 2**20) // wide,
-        dp,
-        shards,
-    )
+
+    # Buckets as the optimizer makes them, in the order in which backward finishes parameters.
+    specs = list(reversed(stage_parameters(config.model, chunk, parallel.sequence_parallel)))
+    items = [bucket_item(spec, rule_of(spec, optimizer), topology, sharded) for spec in specs]
+    plans = plan_chunk(items, int(optimizer.bucket_mb * 2**20) // wide)
+
+    # AdamW has two moments of an element, Muon one; all of it only for what this rank owns.
     stored = plans[-1].stop if plans else 0
-    whole = sum(plan.stop - plan.start for plan in plans if plan.whole)
-    owned_bytes = _moment_bytes(optimizer, wide) * (2 * (stored - whole) + whole)
-    owned_bytes += wide * stored * ((width != wide) + (optimizer.ema_decay is not None))
-    return States(sum(numels), width * stored, wide * stored, owned_bytes // shards)
+    beside = wide * ((width != wide) + (optimizer.ema_decay is not None))
+    moment, owned_bytes = _moment_bytes(optimizer, wide), 0
+    for plan in plans:
+        owned = (plan.stop - plan.start) // items[plan.items[0]].num_owners
+        owned_bytes += owned * (beside + moment * (1 if plan.whole else 2))
+    num_parameters = sum(item.numel for item in items)
+    return States(num_parameters, width * stored, wide * stored, owned_bytes)
 
 
 def _moment_bytes(optimizer: OptimizerConfig, wide: int) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,16 @@ from megalite.distributed.mesh import Mesh
 from megalite.optim.state import StateTensor
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
 
-_WEIGHT = "param/"
-_GRAD = "grad/"
 # columns of the sums over all ranks
 _SUM, _SQUARES, _GRAD_SQUARES, _UPDATE_SQUARES, _BEFORE_SQUARES = range(5)
 _BLOCK = 1 << 22  # elements converted to float64 at a time
+
+
+class _Parameter(NamedTuple):
+    """Elements of a parameter, and the group that its norm counts in."""
+
+    numel: int
+    group: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class ParamStats:
 
     def __init__(self, optimizer: DistributedOptimizer, mesh: Mesh, interval: int) -> None:
         self._optimizer, self._mesh, self._interval = optimizer, mesh, interval
-        self._numel: dict[str, int] | None = None  # of every parameter of the model, by name
+        self._all: dict[str, _Parameter] | None = None  # every parameter of the model, by name
 
     def is_due(self, step: int) -> bool:
         """True for the steps (from 1) that are measured: every `interval`-th, none with 0."""
@@ -62,14 +67,14 @@ class ParamStats:
     @torch.no_grad()
     def after(self, before: _Before, result: StepResult) -> dict[str, Any]:
         """`grad_norms` and `param_stats` for the step's line; call it after the step."""
-        numel = self._all_parameters()
-        rows = {name: row for row, name in enumerate(numel)}
+        parameters = self._all_parameters()
+        rows = {name: row for row, name in enumerate(parameters)}
         sums, most = self._measure(before, rows)
         comm.all_reduce(sums, self._mesh.world)
         comm.all_reduce(most, self._mesh.world, op="max")
         # The gradients have been scaled by the clipping; the record has them as they were before.
         sums[:, _GRAD_SQUARES] /= result.clip_coefficient**2
-        return _report(numel, sums.tolist(), most.tolist())
+        return _report(parameters, sums.tolist(), most.tolist())
 
     def _measure(self, before: _Before, rows: dict[str, int]) -> tuple[Tensor, Tensor]:
         """This rank's sums [parameters, 5] and largest magnitudes [parameters], float64."""
@@ -80,32 +85,25 @@ class ParamStats:
             row = rows[owned.spec.name]
             _add_weights(sums[row], owned.tensor, old)
             most[row] = torch.maximum(most[row], owned.tensor.abs().max().double())
-        for owned in _owned(self._optimizer.named_grads(), _GRAD):
+        for owned in _owned(self._optimizer.named_grads(), "grad"):
             for block in torch.split(owned.tensor, _BLOCK):
                 sums[rows[owned.spec.name], _GRAD_SQUARES] += block.double().square().sum()
         return sums, most
 
     def _weights(self) -> list[StateTensor]:
-        return _owned(self._optimizer.named_state(), _WEIGHT)
+        return _owned(self._optimizer.named_state(), "param")
 
-    def _all_parameters(self) -> dict[str, int]:
-        """Elements of each parameter of the whole model, in an order that all ranks share."""
-        if self._numel is None:
-            mine = {owned.spec.name: math.prod(owned.spec.shape) for owned in self._weights()}
+    def _all_parameters(self) -> dict[str, _Parameter]:
+        """Each parameter of the whole model, in an order that all ranks share."""
+        if self._all is None:
+            mine = {
+                owned.spec.name: _Parameter(math.prod(owned.spec.shape), owned.spec.group)
+                for owned in self._weights()
+            }
             everyone = comm.all_gather_object(mine, self._mesh.world)
-            together = {name: numel for part in everyone for name, numel in part.items()}
-            self._numel = dict(sorted(together.items(), key=lambda item: _place(item[0])))
-        return self._numel
-
-
-def group_of(parameter: str) -> str:
-    """The group of a parameter's global name: embedding, layers.N, norms or head."""
-    parts = parameter.split(".")
-    if any("norm" in part for part in parts[:-1]):
-        return "norms"
-    if parts[0] == "layers":
-        return f"layers.{parts[1]}"
-    return "embedding" if "embedding" in parts[0] or parts[0] == "position" else parts[0]
+            found = {name: _Parameter(*each) for part in everyone for name, each in part.items()}
+            self._all = dict(sorted(found.items(), key=lambda item: _place(item[0])))
+        return self._all
 
 
 def _add_weights(row: Tensor, weight: Tensor, old: Tensor) -> None:
@@ -118,12 +116,11 @@ def _add_weights(row: Tensor, weight: Tensor, old: Tensor) -> None:
 
 
 def _report(
-    numel: dict[str, int], sums: Sequence[Sequence[float]], most: Sequence[float]
+    parameters: dict[str, _Parameter], sums: Sequence[Sequence[float]], most: Sequence[float]
 ) -> dict[str, Any]:
     squares: dict[str, float] = {}
     stats: dict[str, dict[str, float]] = {}
-    for (name, count), row, largest in zip(numel.items(), sums, most, strict=True):
-        group = group_of(name)
+    for (name, (count, group)), row, largest in zip(parameters.items(), sums, most, strict=True):
         squares[group] = squares.get(group, 0.0) + row[_GRAD_SQUARES]
         change, weights = _root(row[_UPDATE_SQUARES]), _root(row[_BEFORE_SQUARES])
         stats[name] = {
@@ -141,7 +138,7 @@ def _root(value: float) -> float:
 
 
 def _owned(states: Sequence[StateTensor], kind: str) -> list[StateTensor]:
-    return [s for s in states if s.owner and s.name.startswith(kind) and s.tensor.numel()]
+    return [s for s in states if s.owner and s.kind == kind and s.tensor.numel()]
 
 
 def _place(name: str) -> tuple[tuple[int, int | str], ...]:

@@ -23,9 +23,13 @@ Knows no torch and no times.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections import Counter
+from dataclasses import astuple, dataclass, replace
+from math import prod
 
 from megalite.config import ModelConfig
+from megalite.layout.sharding import Role
+from megalite.run.parameters import layer_parameters, stage_parameters, whole_model
 
 BACKWARD_FORWARDS = 2  # a backward multiplies twice: for the input's and the weight's gradient
 
@@ -89,46 +93,28 @@ class Mfu:
     causal: float
 
 
-def layer_parameters(model: ModelConfig) -> ParameterCounts:
-    """Parameters of one layer: q, k, v; output projection; (gate,) up and down; norms; biases."""
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    width = model.num_heads * model.head_size
-    packed = width + 2 * model.kv_heads * model.head_size
-    ups = 2 if model.gated else 1
-    return ParameterCounts(
-        embedding=0,
-        qkv=hidden * packed,
-        attention_out=width * hidden,
-        mlp=(ups + 1) * hidden * ffn,
-        norms=2 * _norm_parameters(model) + (2 * model.head_size if model.qk_norm else 0),
-        head=0,
-        biases=(packed if model.qkv_bias else 0)
-        + (2 * hidden + ups * ffn if model.linear_bias else 0),
-    )
-
-
-def _norm_parameters(model: ModelConfig) -> int:
-    """Elements of one norm over the hidden size: LayerNorm has a bias beside its weight."""
-    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
-
-
 def parameter_counts(model: ModelConfig, padded: bool = False) -> ParameterCounts:
     """Parameters of the whole model; `padded` counts the vocabulary rows that are stored.
 
-    Pre-norm layers: a norm before attention, before the feed-forward block and before the head.
+    Counted from the model's own list (`parameters.py`): the ends, and one layer for all.
     """
-    layer = layer_parameters(model)
-    vocabulary = model.padded_vocab_size if padded else model.vocab_size
-    table = vocabulary * model.hidden_size
+    ends = stage_parameters(model, replace(whole_model(model), layers=range(0)))
+    layer = list(layer_parameters(model, 0))
+    counts: Counter[Role] = Counter()
+    for spec, times in [*((s, 1) for s in ends), *((s, model.num_layers) for s in layer)]:
+        rows, *columns = spec.shape
+        if spec.num_true_rows is not None and not padded:
+            rows = spec.num_true_rows
+        counts[spec.role] += times * rows * prod(columns)
     return ParameterCounts(
-        embedding=table,
-        qkv=model.num_layers * layer.qkv,
-        attention_out=model.num_layers * layer.attention_out,
-        mlp=model.num_layers * layer.mlp,
-        norms=model.num_layers * layer.norms + _norm_parameters(model),
-        head=0 if model.tie_embeddings else table,
-        positions=model.max_positions * model.hidden_size if model.positions == "learned" else 0,
-        biases=model.num_layers * layer.biases,
+        embedding=counts["embedding"],
+        qkv=counts["qkv"],
+        attention_out=counts["attention_out"],
+        mlp=counts["mlp"],
+        norms=counts["norm"],
+        head=counts["head"],
+        positions=counts["positions"],
+        biases=counts["bias"],
     )
 
 

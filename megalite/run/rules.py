@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Literal
 
 from megalite.config import OptimizerConfig
+from megalite.layout.bucket_plan import BucketItem
 from megalite.layout.sharding import ShardSpec
+from megalite.layout.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,15 @@ class Rule:
     algorithm: Literal["adamw", "muon"] = "adamw"
     lr_scale: float = 1.0
     weight_decay: float = 0.0
+
+
+def bucket_item(spec: ShardSpec, rule: Rule, topology: Topology, sharded: bool) -> BucketItem:
+    """A parameter as the optimizer and the planner lay it out; `sharded` is ZeRO."""
+    numel = prod(spec.local_shape(topology.size(spec.grid.cut_axis)))
+    replicas = topology.size(spec.grid.replica_axis)
+    owners = replicas if sharded else 1
+    is_whole = rule.algorithm == "muon"
+    return BucketItem(numel, spec.grid, replicas, owners, tied=spec.tied, whole=is_whole)
 
 
 def rule_of(spec: ShardSpec, config: OptimizerConfig) -> Rule:

@@ -1,13 +1,38 @@
-"""How the layers of a model are spread over the pp * vpp stages of the pipeline.
+"""The pipeline stages of a run: how layers are spread over pp * vpp of them.
 
-Stage s is chunk s // pp of pipeline rank s % pp. Pure arithmetic; builds no layers.
+Pure arithmetic; builds no layers. Which rank a stage is on is its schedule's to say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from megalite.config import RunConfig
 from megalite.errors import ConfigError
 from megalite.run.model_math import forward_flops
+from megalite.run.parameters import ModelStage, Tying
+
+
+def stages_of(config: RunConfig, place: Sequence[int]) -> list[ModelStage]:
+    """All stages in model order; stage s is on pipeline rank place[s]. Raises ConfigError."""
+    counts = stage_layer_counts(config)
+    last = len(counts) - 1
+    at_ends: Tying = "no"
+    if config.model.tie_embeddings:
+        at_ends = "within" if last == 0 else "beside" if place[0] == place[last] else "copied"
+    return [
+        ModelStage(
+            rank,
+            range(stop - count, stop),
+            first=stage == 0,
+            last=stage == last,
+            tied=at_ends if stage in (0, last) else "no",
+        )
+        for stage, (rank, count, stop) in enumerate(
+            zip(place, counts, accumulate(counts), strict=True)
+        )
+    ]
 
 
 def stage_layer_counts(config: RunConfig) -> list[int]:

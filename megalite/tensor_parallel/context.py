@@ -1,4 +1,4 @@
-"""What the tensor-parallel layers of a chunk share: axis, switches, gradient store."""
+"""What the layers of a chunk share: the tp axis, numbers, kernels, and the gradient store."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from megalite.tensor_parallel.grads import GradStore
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """The tp axis as layers see it.
+class LayerContext:
+    """Where the layers of one chunk compute, in what type, by what, and over which ranks.
 
     sequence_parallel: activations between layers are sharded over tokens.
     overlap: the input gradient's collective is in flight during the weight gradient (same bits).
-    ops: what computes everything between the collectives.
+    ops: the kernels that compute everything between the collectives.
+    grads: where the chunk's weight gradients go.
     """
 
-    axis: Axis
+    tp: Axis
     dtype: torch.dtype
     device: torch.device
     sequence_parallel: bool = False
@@ -31,26 +32,34 @@ class TensorParallel:
     ops: kernels.Kernels = field(default_factory=kernels.Kernels)
 
     def new_parameter(self, spec: ShardSpec) -> nn.Parameter:
-        """Uninitialised parameter holding this rank's piece of `spec`."""
-        shape = spec.local_shape(self.axis.size)
+        """Uninitialised parameter that holds this rank's block of `spec`."""
+        assert spec.grid.cut_axis == "tp" or spec.cut_dim is None, f"{spec.name} is not cut by tp"
+        shape = spec.local_shape(self.tp.size)
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
 
 
 class ShardedModule(nn.Module):
-    """A layer that knows how its own parameters are sharded (attribute name -> spec)."""
+    """A layer that knows the specs of its own parameters (attribute name -> spec)."""
 
-    def __init__(self, tp: TensorParallel) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.tp = tp
+        self.context = context
         self.specs: dict[str, ShardSpec] = {}
 
     def add_parameter(self, attribute: str, spec: ShardSpec) -> nn.Parameter:
         """Create and register the parameter that `spec` describes."""
-        param = self.tp.new_parameter(spec)
+        param = self.context.new_parameter(spec)
         self.register_parameter(attribute, param)
         self.specs[attribute] = spec
         return param
 
+    def add_optional_parameter(self, attribute: str, spec: ShardSpec | None) -> nn.Parameter | None:
+        """The same, or None for a layer that has no such parameter."""
+        if spec is None:
+            self.register_parameter(attribute, None)
+            return None
+        return self.add_parameter(attribute, spec)
+
     def accumulate_rowwise(self, param: nn.Parameter, contribution: Tensor) -> None:
         """Add a finished gradient (bias, norm weight) to its main gradient now."""
-        self.tp.grads.add(param, lambda buffer: buffer.add_(contribution))
+        self.context.grads.add(param, lambda buffer: buffer.add_(contribution))

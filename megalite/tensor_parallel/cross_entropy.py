@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed import comm
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.tensor_parallel.context import LayerContext
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class VocabShard:
 
     def __init__(
         self,
-        tp: TensorParallel,
+        context: LayerContext,
         vocab_size: int,
         padded_vocab_size: int,
         extras: LossExtras = PLAIN,
     ) -> None:
-        self.tp, self.vocab_size, self._extras = tp, vocab_size, extras
+        self.context, self.vocab_size, self._extras = context, vocab_size, extras
         self.parts_T: tuple[Tensor, Tensor] | None = None
-        self._sums = torch.zeros(2, dtype=torch.float64, device=tp.device)
-        width = padded_vocab_size // tp.axis.size
-        self.first_column = width * tp.axis.rank
+        self._sums = torch.zeros(2, dtype=torch.float64, device=context.device)
+        width = padded_vocab_size // context.tp.size
+        self.first_column = width * context.tp.rank
         self.num_columns = min(width, max(0, vocab_size - self.first_column))
 
     @property
@@ -64,7 +64,7 @@ class VocabShard:
         return self._extras if torch.is_grad_enabled() else PLAIN
 
     def stats(self, logits_Tv: Tensor, label_T: Tensor, extras: LossExtras) -> Tensor:
-        return self.tp.ops.cross_entropy_stats(
+        return self.context.ops.cross_entropy_stats(
             logits_Tv,
             label_T,
             self.first_column,
@@ -75,9 +75,9 @@ class VocabShard:
 
     def combine(self, stats_T3: Tensor, extras: LossExtras) -> tuple[Tensor, Tensor]:
         """(loss[T], log-sum-exp[T]) of the whole vocabulary; the same bits on every tp rank."""
-        stats = comm.all_gather(stats_T3, self.tp.axis)
-        stats_rT3 = stats.view(self.tp.axis.size, *stats_T3.shape)
-        loss_T, lse_T = self.tp.ops.cross_entropy_combine(stats_rT3)
+        stats = comm.all_gather(stats_T3, self.context.tp)
+        stats_rT3 = stats.view(self.context.tp.size, *stats_T3.shape)
+        loss_T, lse_T = self.context.ops.cross_entropy_combine(stats_rT3)
         self.parts_T = None
         if extras.z_loss:
             z_T = lse_T.square() * extras.z_loss
@@ -93,7 +93,7 @@ class VocabShard:
         dloss_T: Tensor,
         extras: LossExtras,
     ) -> Tensor:
-        return self.tp.ops.cross_entropy_grad_(
+        return self.context.ops.cross_entropy_grad_(
             logits_Tv,
             label_T,
             lse_T,
@@ -166,10 +166,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         extras: LossExtras,
     ) -> Tensor:
-        tp = shard.tp
-        x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
+        shared = shard.context
+        x_TD = comm.all_gather(x, shared.tp) if shared.sequence_parallel else x
         chunks = [slice(i, i + chunk_tokens) for i in range(0, len(x_TD), chunk_tokens)]
-        stats = [shard.stats(tp.ops.linear(x_TD[c], weight), label_T[c], extras) for c in chunks]
+        logits = (shared.ops.linear(x_TD[c], weight) for c in chunks)
+        stats = [shard.stats(x, label_T[c], extras) for x, c in zip(logits, chunks, strict=True)]
         loss_T, lse_T = shard.combine(torch.cat(stats), extras)
         ctx.save_for_backward(x, weight, label_T, lse_T)
         ctx.weight, ctx.shard, ctx.chunks, ctx.extras = weight, shard, chunks, extras
@@ -179,22 +180,22 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight_vD, label_T, lse_T = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        tp = shard.tp
-        x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
+        shared = shard.context
+        x_TD = comm.all_gather(x, shared.tp) if shared.sequence_parallel else x
         dx_TD = torch.empty_like(x_TD)
 
         def accumulate(buffer_vD: Tensor | None) -> None:
             for c in ctx.chunks:
-                logits = tp.ops.linear(x_TD[c], weight_vD)
+                logits = shared.ops.linear(x_TD[c], weight_vD)
                 dlogits = shard.grad_(logits, label_T[c], lse_T[c], dloss_T[c], ctx.extras)
-                dx_TD[c] = tp.ops.linear_input_grad(dlogits, weight_vD)
+                dx_TD[c] = shared.ops.linear_input_grad(dlogits, weight_vD)
                 if buffer_vD is not None:
-                    tp.ops.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
+                    shared.ops.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
                 del logits, dlogits  # or they would stand beside the next chunk's
 
         if ctx.weight.requires_grad:
-            tp.grads.add(ctx.weight, accumulate)
+            shared.grads.add(ctx.weight, accumulate)
         else:
             accumulate(None)
-        reduce = comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce
-        return reduce(dx_TD, tp.axis), None, None, None, None, None
+        reduce = comm.reduce_scatter if shared.sequence_parallel else comm.all_reduce
+        return reduce(dx_TD, shared.tp), None, None, None, None, None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.distributed import comm
 from megalite.layout.sharding import ShardSpec
-from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+from megalite.tensor_parallel.context import LayerContext, ShardedModule
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -22,10 +22,10 @@ class VocabParallelEmbedding(ShardedModule):
     Returns [t, D] under sequence parallelism. Token ids are int64 in [0, vocabulary).
     """
 
-    def __init__(self, tp: TensorParallel, spec: ShardSpec) -> None:
-        super().__init__(tp)
+    def __init__(self, context: LayerContext, spec: ShardSpec) -> None:
+        super().__init__(context)
         self.weight = self.add_parameter("weight", spec)
-        self.first_row = spec.local_offsets(tp.axis.size, tp.axis.rank)[0]
+        self.first_row = spec.local_offsets(context.tp.size, context.tp.rank)[0]
 
     def forward(self, token_T: Tensor) -> Tensor:
         return _Embedding.apply(token_T, self.weight, self)
@@ -34,28 +34,28 @@ class VocabParallelEmbedding(ShardedModule):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token_T: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
-        tp = layer.tp
+        shared = layer.context
         local_T = token_T - layer.first_row
         owned_T = (local_T >= 0) & (local_T < weight.shape[0])
         row_T = local_T.clamp(0, weight.shape[0] - 1)
         x_TD = F.embedding(row_T, weight)
-        if tp.axis.size > 1:
+        if shared.tp.size > 1:
             x_TD = x_TD.masked_fill_(~owned_T.unsqueeze(1), 0.0)
         ctx.save_for_backward(row_T, owned_T)
         ctx.layer = layer
-        reduce = comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce
-        return reduce(x_TD, tp.axis)
+        reduce = comm.reduce_scatter if shared.sequence_parallel else comm.all_reduce
+        return reduce(x_TD, shared.tp)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
         layer: VocabParallelEmbedding = ctx.layer
-        tp, (row_T, owned_T) = layer.tp, ctx.saved_tensors
-        dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
+        shared, (row_T, owned_T) = layer.context, ctx.saved_tensors
+        dy_TD = comm.all_gather(dy, shared.tp) if shared.sequence_parallel else dy
         dy_TD = dy_TD.detach()
         # deferred like the head's, so that a tied weight's sums keep their order
-        tp.grads.add(
+        shared.grads.add(
             layer.weight,
-            lambda buffer: tp.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T),
+            lambda buffer: shared.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T),
             deferrable=True,
         )
         return None, None, None

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed import comm
-from megalite.layout.sharding import Matrices, ShardSpec
-from megalite.tensor_parallel.context import ShardedModule, TensorParallel
-
-_ONE_MATRIX = Matrices()
+from megalite.layout.sharding import ShardSpec
+from megalite.tensor_parallel.context import LayerContext, ShardedModule
 
 Activation = Literal["swiglu", "gelu_tanh"]
 
@@ -30,36 +28,27 @@ Activation = Literal["swiglu", "gelu_tanh"]
 class ColumnParallelLinear(ShardedModule):
     """y[T, f] = x @ W[f, D]^T + b[f]: output features are split over tp.
 
-    shape: global weight shape; the last dim is D, the product of the others F. `shard_dim` names
-    the dim that tp splits, `matrices` what a packed weight is made of. x is [T, D], or [t, D]
-    under sequence parallelism.
+    spec: of the weight; the last dim of its global shape is D, the product of the others F, one of
+    which tp cuts. A bias is cut like the weight. x is [T, D], or [t, D] under sequence parallelism.
+    weight: a parameter that another layer of this chunk owns (a tied embedding), in place of one of
+    its own.
     """
 
     def __init__(
         self,
-        tp: TensorParallel,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        shard_dim: int = 0,
-        bias: bool = False,
-        weight: nn.Parameter | None = None,
+        context: LayerContext,
         spec: ShardSpec | None = None,
-        matrices: Matrices = _ONE_MATRIX,
+        bias: ShardSpec | None = None,
+        *,
+        weight: nn.Parameter | None = None,
     ) -> None:
-        super().__init__(tp)
-        if weight is not None:  # a weight that another layer of this chunk owns (tied embedding)
+        super().__init__(context)
+        assert (spec is None) != (weight is None), "a layer has one weight, its own or another's"
+        if weight is not None:
             self.weight = weight
-        else:
-            spec = spec or ShardSpec(f"{name}.weight", shape, shard_dim, matrices=matrices)
+        elif spec is not None:
             self.weight = self.add_parameter("weight", spec)
-        self.bias = (
-            self.add_parameter(
-                "bias", ShardSpec(f"{name}.bias", shape[:-1], shard_dim, decay=False)
-            )
-            if bias
-            else None
-        )
+        self.bias = self.add_optional_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return _ColumnLinear.apply(x, self.weight, self.bias, self)
@@ -70,10 +59,10 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear
     ) -> Tensor:
-        tp = layer.tp
-        x_TD = comm.all_gather(x, tp.axis) if tp.sequence_parallel else x
+        shared = layer.context
+        x_TD = comm.all_gather(x, shared.tp) if shared.sequence_parallel else x
         bias_f = None if bias is None else bias.flatten()
-        y_Tf = tp.ops.linear(x_TD, weight.flatten(0, -2), bias_f)
+        y_Tf = shared.ops.linear(x_TD, weight.flatten(0, -2), bias_f)
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         return y_Tf
@@ -81,16 +70,16 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_Tf: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer: ColumnParallelLinear = ctx.layer
-        tp, (x, weight) = layer.tp, ctx.saved_tensors
+        shared, (x, weight) = layer.context, ctx.saved_tensors
         weight_fD = weight.flatten(0, -2)
-        scatter = tp.sequence_parallel
-        gather = comm.all_gather(x, tp.axis, async_op=True) if scatter else None
+        scatter = shared.sequence_parallel
+        gather = comm.all_gather(x, shared.tp, async_op=True) if scatter else None
         reduction = None
         if ctx.needs_input_grad[0]:
             reduce = comm.reduce_scatter if scatter else comm.all_reduce
-            dx_TD = tp.ops.linear_input_grad(dy_Tf, weight_fD)
-            reduction = reduce(dx_TD, tp.axis, async_op=True)
-            if not tp.overlap:
+            dx_TD = shared.ops.linear_input_grad(dy_Tf, weight_fD)
+            reduction = reduce(dx_TD, shared.tp, async_op=True)
+            if not shared.overlap:
                 reduction.wait()
         x_TD = x if gather is None else gather.wait()
         add_linear_grads(layer, layer.weight, layer.bias, dy_Tf, x_TD)
@@ -100,24 +89,23 @@ class _ColumnLinear(torch.autograd.Function):
 class RowParallelLinear(ShardedModule):
     """y = sum over tp of a[T, f] @ W[D, f]^T, plus b[D]: input features are split over tp.
 
-    Returns [T, D], or [t, D] under sequence parallelism. With an `activation`, the input is h and
-    a = activation(h) is part of the layer (h is [T, 2f] for swiglu); `keep_activation=False`
-    recomputes it in the backward instead of keeping it (same bits).
+    Returns [T, D], or [t, D] under sequence parallelism, where each rank adds the whole bias to
+    its own tokens. With an `activation`, the input is h and a = activation(h) is part of the layer
+    (h is [T, 2f] for swiglu); `keep_activation=False` recomputes it in the backward (same bits).
     """
 
     def __init__(
         self,
-        tp: TensorParallel,
-        name: str,
-        shape: tuple[int, int],
+        context: LayerContext,
+        spec: ShardSpec,
+        bias: ShardSpec | None = None,
         *,
-        bias: bool = False,
         activation: Activation | None = None,
         keep_activation: bool = True,
     ) -> None:
-        super().__init__(tp)
-        # What is applied to the input: the function and its gradient.
-        ops = tp.ops
+        super().__init__(context)
+        # The function that is applied to the input, and its gradient.
+        ops = context.ops
         activations = {
             None: (None, None),
             "swiglu": (ops.swiglu, ops.swiglu_grad),
@@ -125,11 +113,8 @@ class RowParallelLinear(ShardedModule):
         }
         self.activate, self.activate_grad = activations[activation]
         self.keep_activation = keep_activation
-        spec = ShardSpec(f"{name}.weight", shape, 1, matrices=_ONE_MATRIX)
         self.weight = self.add_parameter("weight", spec)
-        # Each rank adds the whole bias to its own tokens, so its gradient is a partial sum.
-        spec = ShardSpec(f"{name}.bias", shape[:1], partial=tp.sequence_parallel, decay=False)
-        self.bias = self.add_parameter("bias", spec) if bias else None
+        self.bias = self.add_optional_parameter("bias", bias)
 
     def forward(self, h: Tensor) -> Tensor:
         return _RowLinear.apply(h, self.weight, self.bias, self)
@@ -140,10 +125,10 @@ class _RowLinear(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear
     ) -> Tensor:
-        tp = layer.tp
+        shared = layer.context
         a_Tf = layer.activate(h) if layer.activate else h
-        y_TD = tp.ops.linear(a_Tf, weight)
-        y = (comm.reduce_scatter if tp.sequence_parallel else comm.all_reduce)(y_TD, tp.axis)
+        y_TD = shared.ops.linear(a_Tf, weight)
+        y = (comm.reduce_scatter if shared.sequence_parallel else comm.all_reduce)(y_TD, shared.tp)
         if bias is not None:
             y += bias
         keep = layer.activate and layer.keep_activation
@@ -154,13 +139,13 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer: RowParallelLinear = ctx.layer
-        tp, (h, weight, *kept) = layer.tp, ctx.saved_tensors
+        shared, (h, weight, *kept) = layer.context, ctx.saved_tensors
         if layer.bias is not None:
-            layer.accumulate_rowwise(layer.bias, tp.ops.bias_grad(dy))
-        dy_TD = comm.all_gather(dy, tp.axis) if tp.sequence_parallel else dy
+            layer.accumulate_rowwise(layer.bias, shared.ops.bias_grad(dy))
+        dy_TD = comm.all_gather(dy, shared.tp) if shared.sequence_parallel else dy
         dh, a_Tf = None, kept[0] if kept else None
         if ctx.needs_input_grad[0]:
-            dh = tp.ops.linear_input_grad(dy_TD, weight)
+            dh = shared.ops.linear_input_grad(dy_TD, weight)
             if layer.activate_grad:
                 # may write into h, so that what is not kept is recomputed with it
                 dh, again_Tf = layer.activate_grad(dh, h, recompute=not kept)
@@ -176,10 +161,10 @@ def add_linear_grads(
 ) -> None:
     """Hand dW = dy^T x (deferrable) and db = sum_T dy to the layer's gradient store."""
     if bias is not None:
-        layer.accumulate_rowwise(bias, layer.tp.ops.bias_grad(dy_TF).view(bias.shape))
+        layer.accumulate_rowwise(bias, layer.context.ops.bias_grad(dy_TF).view(bias.shape))
     dy_TF, x = dy_TF.detach(), x.detach()
-    ops = layer.tp.ops
-    layer.tp.grads.add(
+    ops = layer.context.ops
+    layer.context.grads.add(
         weight,
         lambda buffer: ops.accumulate_weight_grad_(buffer.flatten(0, -2), dy_TF, x),
         deferrable=True,

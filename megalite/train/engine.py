@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from megalite.pipeline.runtime import PipelineRuntime
 from megalite.pipeline.stage import Boundary
 from megalite.run.batch_plan import num_micro_batches
 from megalite.run.pipeline_schedule import make_schedule
-from megalite.run.stages import stage_layer_counts
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.run.stages import stages_of
+from megalite.tensor_parallel.context import LayerContext
 from megalite.tensor_parallel.cross_entropy import LossExtras
 from megalite.train.batch import TokenBatch
 from megalite.train.kernel_choice import choose_kernels
@@ -133,12 +132,11 @@ def build_chunks(
 
     ops: what computes them, plain torch by default.
     """
-    counts = stage_layer_counts(config)
-    stops = list(accumulate(counts))
-    together = len(counts) > 1 and place[0] == place[-1]  # one weight for embedding and head
     chunks: list[Transformer] = []
-    for stage in (stage for stage, rank in enumerate(place) if rank == mesh.pp.rank):
-        tp = TensorParallel(
+    for stage in stages_of(config, place):
+        if stage.rank != mesh.pp.rank:
+            continue
+        context = LayerContext(
             mesh.tp,
             dtype,
             mesh.device,
@@ -148,19 +146,14 @@ def build_chunks(
         )
         chunk = Transformer(
             config.model,
-            tp,
+            context,
+            stage,
             seq_length=config.data.seq_length,
-            layers=range(stops[stage] - counts[stage], stops[stage]),
-            first=stage == 0,
-            last=stage == len(counts) - 1,
             recompute="none" if config.train.recompute == "stage" else config.train.recompute,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             extras=LossExtras(config.train.z_loss, config.train.label_smoothing),
-            embedding_stage=chunks[0] if together and stage == len(counts) - 1 else None,
-            head_beside=together and stage == 0,
+            embedding_stage=chunks[0] if stage.tied == "beside" and stage.last else None,
         )
-        init_params(
-            chunk.named_params(), config.model, config.train.seed, mesh.tp.size, mesh.tp.rank
-        )
+        init_params(chunk.named_params(), config.train.seed, mesh.tp.size, mesh.tp.rank)
         chunks.append(chunk)
     return chunks

@@ -7,6 +7,7 @@ are functions of the step.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.ranks import GroupRanks, Ranks, SingleRank
 from megalite.checkpoint.save import save
 from megalite.distributed.mesh import Mesh
+from megalite.optim.zero1 import DistributedOptimizer
 from megalite.train.engine import Engine
 
 
@@ -24,21 +26,29 @@ def ranks_of(mesh: Mesh) -> Ranks:
     return SingleRank() if mesh.world.size == 1 else GroupRanks(device=mesh.device)
 
 
-def named_pieces(engine: Engine) -> list[NamedPiece]:
-    """This rank's live state as checkpoint pieces; loading into them loads the engine."""
-    tp = engine.mesh.tp
-    return [
-        NamedPiece.of_shard(
-            state.name.split("/", 1)[0],
-            state.spec,
-            tp.size,
-            tp.rank,
-            state.tensor,
-            state.start,
-            state.owner,
-        )
-        for state in engine.optimizer.named_state()
-    ]
+def named_pieces(
+    optimizer: DistributedOptimizer, mesh: Mesh, kinds: Collection[str] | None = None
+) -> list[NamedPiece]:
+    """This rank's live state as checkpoint pieces, of some kinds (None: all).
+
+    Loading into them loads the optimizer and the model's weights.
+    """
+    pieces = []
+    for state in optimizer.named_state():
+        if kinds is None or state.kind in kinds:
+            axis = mesh.axis(state.spec.grid.cut_axis)
+            pieces.append(
+                NamedPiece.of_shard(
+                    state.kind,
+                    state.spec,
+                    axis.size,
+                    axis.rank,
+                    state.tensor,
+                    state.start,
+                    state.owner,
+                )
+            )
+    return pieces
 
 
 def save_run(engine: Engine, root: Path, step: int, trainer_state: dict[str, Any]) -> Path:
@@ -48,10 +58,10 @@ def save_run(engine: Engine, root: Path, step: int, trainer_state: dict[str, Any
     return save(
         root,
         step,
-        named_pieces(engine),
+        named_pieces(engine.optimizer, engine.mesh),
         state={"optimizer": engine.optimizer.scalars(), "trainer": trainer_state},
         config=engine.config.model_dump(mode="json"),
-        layout={name: getattr(topology, name) for name in ("tp", "cp", "dp", "pp")},
+        layout=topology.sizes,
         ranks=ranks_of(engine.mesh),
     )
 
@@ -63,7 +73,7 @@ def find_run(root: Path, mesh: Mesh) -> Checkpoint | None:
 
 def load_run(engine: Engine, checkpoint: Checkpoint) -> None:
     """Fill the engine from a checkpoint; all ranks call it."""
-    load(checkpoint, named_pieces(engine), ranks_of(engine.mesh))
+    load(checkpoint, named_pieces(engine.optimizer, engine.mesh), ranks_of(engine.mesh))
     saved: Any = checkpoint.manifest.state
     engine.optimizer.load_scalars(saved["optimizer"])
     engine.optimizer.after_load()

@@ -27,7 +27,7 @@ def load_weights(engine: Engine, source: Path) -> Checkpoint:
     (a name, shape or type differs), and when it holds weights that this model has no place for.
     """
     checkpoint = _find(source, engine.mesh)
-    pieces = [piece for piece in named_pieces(engine) if piece.name.startswith(_KIND)]
+    pieces = named_pieces(engine.optimizer, engine.mesh, kinds=("param",))
     _refuse_unused(checkpoint, [piece.name for piece in pieces], engine.mesh)
     load(checkpoint, pieces, ranks_of(engine.mesh), allow_unused=True)
     engine.optimizer.after_weights_load()

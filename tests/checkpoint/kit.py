@@ -148,7 +148,7 @@ def make_pieces(cut: Cut, rank: int, state: dict[str, torch.Tensor] | None) -> l
     for spec, size in zip(SPECS, sizes, strict=True):
         start, stop = (min(max(edge - first, 0), size) for edge in (low, high))
         first += size
-        one_tp = spec.shard_dim is not None or tp_rank == 0
+        one_tp = spec.cut_dim is not None or tp_rank == 0
         for kind, a, b, owner in [
             ("param", 0, size, one_tp and dp_rank == 0),
             ("master", start, stop, one_tp),

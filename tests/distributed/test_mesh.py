@@ -181,8 +181,8 @@ def test_a_rank_of_16384_makes_a_handful_of_groups(fake_rank, monkeypatch) -> No
     monkeypatch.setattr(dist, "new_group", new_group)
     assert mesh.num_groups_made == 0
     mesh.create()
-    # tp, dp, pp, model, a round of embedding that this middle rank sits out, 4 of channels
-    assert sorted(sizes) == sorted([8, 128, 16, 128, 1, 2, 2, 2, 2])
+    # tp, dp, pp, a round of embedding that this middle rank sits out, 4 of channels
+    assert sorted(sizes) == sorted([8, 128, 16, 1, 2, 2, 2, 2])
     assert mesh.num_groups_made == len(sizes)
     assert mesh.tp.ranks == topology.group_of("tp", 9000)
 
@@ -229,8 +229,8 @@ def test_a_lone_process_needs_no_process_group() -> None:
     mesh.create()
     assert [mesh.axis(kind).group for kind in KINDS] == [None] * len(KINDS)
     assert mesh.embedding.member
-    with pytest.raises(ConfigError, match=r"no mesh axis 'ep'"):
-        mesh.axis("ep")
+    with pytest.raises(ConfigError, match=r"no mesh axis 'sp'"):
+        mesh.axis("sp")
 
 
 def test_a_layout_that_does_not_fit_the_world_is_refused() -> None:

@@ -88,12 +88,12 @@ def test_empty_tensors_have_no_rectangles() -> None:
         assert why_not_cover(shape, []) is None
 
 
-@pytest.mark.parametrize("shard_dim", [None, 0, 1, 2])
+@pytest.mark.parametrize("cut_dim", [None, 0, 1, 2])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_tp_shards_map_to_global_elements(shard_dim: int | None, tp: int) -> None:
-    spec = ShardSpec("w", (4, 8, 4), shard_dim)
+def test_tp_shards_map_to_global_elements(cut_dim: int | None, tp: int) -> None:
+    spec = ShardSpec("w", (4, 8, 4), cut_dim)
     seen: list[int] = []
-    for tp_rank in range(tp if shard_dim is not None else 1):
+    for tp_rank in range(tp if cut_dim is not None else 1):
         local_shape, offsets = spec.local_shape(tp), spec.local_offsets(tp, tp_rank)
         numel = math.prod(local_shape)
         whole = Rectangle(offsets, local_shape)

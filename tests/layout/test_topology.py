@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,15 +15,26 @@ from megalite.errors import ConfigError
 from megalite.layout.topology import KINDS, Coords, Topology
 
 SIZES = st.integers(min_value=1, max_value=4)
-TOPOLOGIES = st.builds(Topology, tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Topology:
+    """Any sizes, and an ep that divides a stage."""
+    dense = draw(st.builds(Topology, tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES))
+    fitting = [ep for ep in range(1, dense.edp + 1) if dense.edp % ep == 0]
+    return replace(dense, ep=draw(st.sampled_from(fitting)))
+
+
+TOPOLOGIES = layouts()
 VARYING = {
     "tp": {"tp"},
     "cp": {"cp"},
     "dp": {"dp"},
     "pp": {"pp"},
     "dp_cp": {"dp", "cp"},
-    "model": {"tp", "pp"},
     "world": {"tp", "cp", "dp", "pp"},
+    "ep": {"ep"},
+    "edp": {"edp"},
 }
 LARGE = [
     Topology(tp=8, dp=128, pp=16),
@@ -42,14 +54,16 @@ def test_rank_is_the_stated_formula_and_coords_its_inverse(topology: Topology) -
     for rank, (pp, dp, cp, tp) in enumerate(places):
         assert rank == tp + topology.tp * (cp + topology.cp * (dp + topology.dp * pp))
         assert topology.rank(tp=tp, cp=cp, dp=dp, pp=pp) == rank
-        assert topology.coords(rank) == Coords(tp=tp, cp=cp, dp=dp, pp=pp)
+        edp, ep = divmod(tp + topology.tp * (cp + topology.cp * dp), topology.ep)
+        assert topology.coords(rank) == Coords(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, edp=edp)
 
 
 @given(TOPOLOGIES, st.sampled_from(sorted(VARYING)))
 def test_a_group_holds_the_ranks_that_differ_only_in_its_axes(
     topology: Topology, kind: str
 ) -> None:
-    fixed = {"tp", "cp", "dp", "pp"} - VARYING[kind]
+    grid = {"ep", "edp", "pp"} if kind in ("ep", "edp") else {"tp", "cp", "dp", "pp"}
+    fixed = grid - VARYING[kind]
     for group in topology.groups(kind):
         coords = [topology.coords(rank) for rank in group]
         for axis in fixed:
@@ -57,7 +71,7 @@ def test_a_group_holds_the_ranks_that_differ_only_in_its_axes(
         size = 1
         for axis in VARYING[kind]:
             size *= getattr(topology, axis)
-        assert len(group) == size
+        assert len(group) == size == topology.size(kind)
 
 
 @given(TOPOLOGIES, st.sampled_from(KINDS))
@@ -100,6 +114,14 @@ def test_a_tensor_parallel_group_is_consecutive_and_stays_in_a_node() -> None:
     assert all(len({rank // 8 for rank in g}) == 1 for g in topology.groups("tp"))
 
 
+def test_experts_are_spread_over_a_stage_ep_fastest() -> None:
+    topology = Topology(tp=2, dp=2, pp=2, ep=2)
+    assert topology.groups("ep") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert topology.groups("edp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert Topology(tp=2, dp=2, ep=4).groups("ep") == [(0, 1, 2, 3)]
+    assert Topology(tp=2, dp=2).groups("edp") == [(0, 1, 2, 3)]
+
+
 def test_embedding_groups_join_first_and_last_stage() -> None:
     topology = Topology(tp=2, dp=2, pp=3)
     assert topology.groups("embedding") == [(0, 8), (1, 9), (2, 10), (3, 11)]
@@ -124,7 +146,8 @@ def test_for_world_takes_what_the_other_axes_leave() -> None:
         (lambda: Topology(tp=2).coords(2), r"rank 2 does not exist.*2 ranks.*0 to 1"),
         (lambda: Topology(tp=2).coords(-1), r"rank -1"),
         (lambda: Topology(tp=2).rank(tp=2), r"tp coordinate 2 .* size 2; allowed are 0 to 1"),
-        (lambda: Topology().groups("ep"), r"'ep'; kinds are tp, cp"),
+        (lambda: Topology().groups("sp"), r"'sp'; kinds are tp, cp"),
+        (lambda: Topology(tp=2, dp=3, ep=4), r"ep=4 does not divide tp\*cp\*dp = 2\*1\*3 = 6"),
         (lambda: Topology(tp=4).require_world(6), r"needs 4 ranks, but 6.*multiple of .* 4"),
     ],
 )

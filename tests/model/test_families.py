@@ -106,7 +106,7 @@ def test_every_parameter_is_heard_once_and_belongs_to_a_section(variant) -> None
     model.grads.listener = heard.append
     model(None, batch_at()).backward()
     for param, spec in model.named_params():
-        assert sum(p is param for p in heard) == spec.uses, spec.name
+        assert sum(p is param for p in heard) == spec.contributions, spec.name
     named = {id(p) for p, _ in model.named_params()}
     assert named == {id(p) for p in model.parameters()}
     assert {id(p) for section in model.sections() for p in section} == named

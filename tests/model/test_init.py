@@ -34,17 +34,17 @@ def initial_weights(tp=1, pp=1, vpp=1, sp=False, seed=3, **model) -> dict[str, T
             mesh = SimpleNamespace(**axes, device=CPU)
             for chunk in build_chunks(config, mesh, torch.float32, place):
                 for param, spec in chunk.named_params():
-                    key = (spec.name, spec.copy)
+                    key = (spec.name, spec.counted)
                     pieces.setdefault(key, []).append((spec, param.detach()))
     found: dict[str, Tensor] = {}
     for (name, _), parts in pieces.items():
         assert len(parts) == tp
         spec, values = parts[0][0], [value for _, value in parts]
-        if spec.shard_dim is None:
+        if spec.cut_dim is None:
             assert all(torch.equal(value, values[0]) for value in values)
             whole = values[0]
         else:
-            whole = torch.cat(values, spec.shard_dim)
+            whole = torch.cat(values, spec.cut_dim)
         assert whole.shape == spec.shape
         assert torch.equal(found.setdefault(name, whole), whole)  # both tied copies
     return found

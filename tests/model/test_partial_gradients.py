@@ -16,7 +16,8 @@ from torch import Tensor
 from megalite.layout.sharding import ShardSpec
 from megalite.model.dropout import DropoutAt
 from megalite.model.transformer import Transformer
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.run.parameters import whole_model
+from megalite.tensor_parallel.context import LayerContext
 from tests.model.kit.small import (
     SEQ_LENGTH,
     VARIANTS,
@@ -36,13 +37,13 @@ def rank_gradients(
 ) -> dict[str, tuple[ShardSpec, Tensor]]:
     """Runs in a rank: one microbatch through the whole model, unreduced gradients."""
     mesh, config = ctx.mesh(tp=2), model_config(**VARIANTS[variant])
-    tp = TensorParallel(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
-    stage = Transformer(config, tp, seq_length=SEQ_LENGTH, layers=range(config.num_layers))
+    context = LayerContext(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
+    stage = Transformer(config, context, whole_model(config), seq_length=SEQ_LENGTH)
     with torch.no_grad():
         for param, spec in stage.named_params():
             value = whole[spec.name]
-            if spec.shard_dim is not None:
-                value = value.chunk(2, spec.shard_dim)[mesh.tp.rank]
+            if spec.cut_dim is not None:
+                value = value.chunk(2, spec.cut_dim)[mesh.tp.rank]
             param.copy_(value)
     stage(None, BATCH).backward()
     return {s.name: (s, stage.grads.buffer(p).clone()) for p, s in stage.named_params()}
@@ -59,9 +60,9 @@ def test_pieces_make_the_whole_as_their_specs_say(pool, variant, sp) -> None:
     partial = set()
     for name, whole in want.items():
         (spec, first), (_, second) = (rank[name] for rank in found)
-        if spec.shard_dim is not None:
+        if spec.cut_dim is not None:
             assert not spec.partial
-            got = torch.cat([first, second], spec.shard_dim)
+            got = torch.cat([first, second], spec.cut_dim)
         elif spec.partial:
             partial.add(name.split(".", 2)[-1])
             assert relative_error(first, whole) > 1e-3, f"{name} is whole already"

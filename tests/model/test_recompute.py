@@ -7,7 +7,8 @@ import torch
 
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.run.parameters import ModelStage
+from megalite.tensor_parallel.context import LayerContext
 from tests.model.kit.small import SEQ_LENGTH, gradients, make_batch, make_stage, model_config
 from tests.tensor_parallel.kit.memory import AllocationMeter
 
@@ -52,12 +53,12 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
 def train(ctx, sp, recompute) -> dict[str, dict[str, float]]:
     """Traffic of one microbatch through two layers, without embedding and head."""
     mesh, config = ctx.mesh(tp=ctx.world_size), model_config()
-    tp = TensorParallel(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
-    options = {"first": False, "last": False, "recompute": recompute}
-    stage = Transformer(config, tp, seq_length=SEQ_LENGTH, layers=range(2), **options)
-    init_params(stage.named_params(), config, 5, tp.axis.size, tp.axis.rank)
+    context = LayerContext(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
+    middle = ModelStage(0, range(2), first=False, last=False)
+    stage = Transformer(config, context, middle, seq_length=SEQ_LENGTH, recompute=recompute)
+    init_params(stage.named_params(), 5, context.tp.size, context.tp.rank)
     batch = make_batch()
-    x = torch.ones(len(batch.token_T) // (tp.axis.size if sp else 1), 16, dtype=torch.float64)
+    x = torch.ones(len(batch.token_T) // (context.tp.size if sp else 1), 16, dtype=torch.float64)
     y = stage(x.requires_grad_(), batch)
     y.backward(torch.ones_like(y))
     return {op: v for op, v in mesh.ledger.as_dict().items() if "/" in op}

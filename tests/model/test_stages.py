@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalite.layout.sharding import ShardSpec
 from megalite.model.norm import RMSNorm
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.run.parameters import ModelStage
+from megalite.tensor_parallel.context import LayerContext
 from tests.model.kit.small import (
     gradients,
     make_batch,
@@ -24,8 +26,10 @@ def run_stages(config, counts, batch):
     stages, start = [], 0
     for index, count in enumerate(counts):
         first, last = index == 0, index == len(counts) - 1
+        at_end = "within" if first and last else "copied" if first or last else "no"
+        tied = at_end if config.tie_embeddings else "no"
         layers = range(start, start + count)
-        stages.append(make_stage(config, layers, first=first, last=last))
+        stages.append(make_stage(config, ModelStage(index, layers, first, last, tied)))
         start += count
     inputs, outputs, x = [], [], None
     for stage in stages:
@@ -61,24 +65,26 @@ def test_tied_copy_is_marked_and_not_counted_twice(count) -> None:
     config = model_config(tie_embeddings=True)
     stages = run_stages(config, [2] if count == 1 else [1, 1], make_batch())[2]
     specs = [s for stage in stages for _, s in stage.named_params() if s.shape == (32, 16)]
-    assert [(s.name, s.copy) for s in specs] == [("embedding.weight", i > 0) for i in range(count)]
-    assert [s.shared for s in specs] == [count > 1] * count
-    assert sum(s.uses for s in specs) == 2  # look-up and head
+    assert [(s.name, s.counted) for s in specs] == [
+        ("embedding.weight", i == 0) for i in range(count)
+    ]
+    assert [s.tied for s in specs] == [count > 1] * count
+    assert sum(s.contributions for s in specs) == 2  # look-up and head
 
 
 def norm_gradient(ctx, sp):
     """Weight gradient of a norm on this rank's tokens, its spec, and what one process gets."""
     mesh = ctx.mesh(tp=ctx.world_size)
-    tp = TensorParallel(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
-    norm = RMSNorm(tp, "final_norm", 6, 1e-5)
+    context = LayerContext(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
+    norm = RMSNorm(context, 1e-5, ShardSpec("final_norm.weight", (6,), partial=sp))
     torch.nn.init.ones_(norm.weight)
     x, dy = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1)).double()
-    part = slice(mesh.tp.rank * 8 // tp.axis.size, (mesh.tp.rank + 1) * 8 // tp.axis.size)
+    part = slice(mesh.tp.rank * 8 // context.tp.size, (mesh.tp.rank + 1) * 8 // context.tp.size)
     part = part if sp else slice(None)
     norm(x[part].clone().requires_grad_()).backward(dy[part])
     rstd = (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
     spec = norm.specs["weight"]
-    return tp.grads.buffer(norm.weight), (x * rstd * dy).sum(0), spec.partial
+    return context.grads.buffer(norm.weight), (x * rstd * dy).sum(0), spec.partial
 
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (2, True), (4, True)])

@@ -126,9 +126,9 @@ def test_each_parameter_is_heard_as_often_as_its_spec_says(tied, chunk) -> None:
     model.grads.listener = heard.append
     model(None, make_batch()).backward()
     for param, spec in model.named_params():
-        assert sum(p is param for p in heard) == spec.uses, spec.name
-    assert len(heard) == sum(spec.uses for _, spec in model.named_params())
-    assert [s.uses for _, s in model.named_params()].count(2) == int(tied)
+        assert sum(p is param for p in heard) == spec.contributions, spec.name
+    assert len(heard) == sum(spec.contributions for _, spec in model.named_params())
+    assert [s.contributions for _, s in model.named_params()].count(2) == int(tied)
 
 
 @pytest.mark.parametrize("tied", [False, True])

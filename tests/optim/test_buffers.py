@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +13,15 @@ from torch import nn
 
 from megalite.layout.bucket_plan import ALIGN, plan_buckets
 from megalite.layout.sharding import ShardSpec
+from megalite.layout.topology import Topology
 from megalite.optim.buffers import ChunkBuffers
 from megalite.tensor_parallel.grads import GradStore
+
+
+def mesh_of(dp: int) -> Any:
+    """What the buffers ask of a mesh of `dp` replicas."""
+    axis = SimpleNamespace(size=dp, rank=0)
+    return SimpleNamespace(topology=Topology(dp=dp), axis=lambda kind: axis)
 
 
 class ListChunk:
@@ -53,16 +63,16 @@ def test_plan_covers_every_parameter_once_aligned(
             used = start + numels[item]
         assert used <= plan.stop < used + ALIGN * (num_shards + 1)
         assert len(plan.items) == 1 or used - plan.start <= capacity
-        assert plan.alone == any(alone[item] for item in plan.items)
-        assert not plan.alone or len(plan.items) == 1
+        assert plan.tied == any(alone[item] for item in plan.items)
+        assert not plan.tied or len(plan.items) == 1
 
 
 def test_tied_weight_is_laid_out_alike_on_both_stages() -> None:
     first = plan_buckets([33, 7, 100], [False, False, True], 10_000, 3)
     last = plan_buckets([100, 12, 700, 3], [True, False, False, False], 10_000, 3)
     a, b = first[-1], last[0]
-    assert a.alone
-    assert b.alone
+    assert a.tied
+    assert b.tied
     assert a.stop - a.start == b.stop - b.start
 
 
@@ -80,7 +90,7 @@ def test_parameters_move_into_the_buffer_in_reverse_order(
     first = nn.Parameter(torch.arange(6, dtype=dtype).view(2, 3))
     last = nn.Parameter(torch.arange(5, dtype=dtype) + 10)
     chunk = ListChunk([(first, ShardSpec("a", (2, 3))), (last, ShardSpec("b", (5,)))])
-    buffers = ChunkBuffers(chunk, dtype, torch.device("cpu"), 1.0, 2)
+    buffers = ChunkBuffers(chunk, dtype, torch.device("cpu"), 1.0, mesh_of(2))
     assert buffers.params[:5].tolist() == [10, 11, 12, 13, 14]
     assert buffers.params[16:22].tolist() == [0, 1, 2, 3, 4, 5]
     assert buffers.numel == 32
@@ -95,13 +105,13 @@ def test_parameters_move_into_the_buffer_in_reverse_order(
 
 
 def test_chunk_without_parameters() -> None:
-    buffers = ChunkBuffers(ListChunk([]), torch.float32, torch.device("cpu"), 1.0, 4)
+    buffers = ChunkBuffers(ListChunk([]), torch.float32, torch.device("cpu"), 1.0, mesh_of(4))
     assert buffers.numel == buffers.padding == 0
     assert buffers.buckets == []
 
 
 def test_small_buckets_hold_one_parameter_each() -> None:
     params = [(nn.Parameter(torch.ones(40)), ShardSpec(str(i), (40,))) for i in range(5)]
-    tiny = ChunkBuffers(ListChunk(params), torch.float32, torch.device("cpu"), 1e-5, 2)
+    tiny = ChunkBuffers(ListChunk(params), torch.float32, torch.device("cpu"), 1e-5, mesh_of(2))
     assert [len(bucket.slots) for bucket in tiny.buckets] == [1] * 5
     assert [bucket.slots[0].spec.name for bucket in tiny.buckets] == ["4", "3", "2", "1", "0"]

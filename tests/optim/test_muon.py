@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.distributed.mesh import Mesh
-from megalite.layout.bucket_plan import ALIGN, plan_chunk, plan_whole
+from megalite.layout.bucket_plan import ALIGN, BucketItem, plan_chunk, plan_whole
 from megalite.layout.topology import Topology
 from megalite.optim.muon import orthogonalise, update_scale
 from tests.optim.kit.model_runs import Changes, engine_of, outcome, serial
@@ -101,7 +101,7 @@ def test_shards_are_made_of_whole_parameters(
 
 def test_buckets_come_in_the_order_in_which_they_fill() -> None:
     whole = [False, True, True, False, True, True, False]
-    plans = plan_chunk([50] * 7, [False] * 7, whole, 90, 2, 2)
+    plans = plan_chunk([BucketItem(50, "dense", 2, 2, whole=flag) for flag in whole], 90)
     assert [max(plan.items) for plan in plans] == sorted(max(plan.items) for plan in plans)
     assert all({whole[i] for i in plan.items} == {plan.whole} for plan in plans)
     assert [plan.start for plan in plans] == [0, *(plan.stop for plan in plans[:-1])]

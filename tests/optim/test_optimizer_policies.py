@@ -165,7 +165,7 @@ def launches(ctx: RankContext, overlap: bool, in_order: bool) -> dict[str, list[
     named = chunk.named_params()
     started = []
     for param, spec in reversed(named) if in_order else named:
-        for _ in range(spec.uses):
+        for _ in range(spec.contributions):
             chunk.grads.add(param, lambda buffer: buffer.add_(1.0))
             started.append(mesh.ledger.counts[key])
     optimizer.finish_chunk(0)

@@ -23,7 +23,7 @@ def list_state(ctx: RankContext, zero: int, dtype: torch.dtype) -> list[Any]:
     mesh = ctx.mesh(tp=2, pp=2)
     _, optimizer = make(mesh, dtype, zero=zero)
     return [
-        (s.name, mesh.tp.rank if s.spec.shard_dim is not None else 0, s.start, s.stop, s.owner)
+        (s.name, mesh.tp.rank if s.spec.cut_dim is not None else 0, s.start, s.stop, s.owner)
         for s in optimizer.named_state()
         if s.tensor.numel() == s.stop - s.start and s.tensor.dim() == 1
     ]
@@ -44,7 +44,7 @@ def test_owners_cover_every_number_exactly_once(
         (f"{kind}/{spec.name}", block)
         for spec in specs
         for kind in ("param", "exp_avg", "exp_avg_sq")
-        for block in ((0, 1) if spec.shard_dim is not None else (0,))
+        for block in ((0, 1) if spec.cut_dim is not None else (0,))
     }
     numels = {spec.name: torch.Size(spec.local_shape(2)).numel() for spec in specs}
     for (name, _), parts in ranges.items():

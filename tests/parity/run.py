@@ -42,7 +42,7 @@ def train_on(mesh: Mesh, case: Case, num_layers: int) -> dict[str, Any]:
         losses.append(float(comm.all_reduce(loss, mesh.world)))
         norms.append(result.grad_norm)
     engine.optimizer.wait_params()
-    pieces = [*named_pieces(engine), *grad_pieces(engine)]
+    pieces = [*named_pieces(engine.optimizer, engine.mesh), *grad_pieces(engine)]
     held = [
         (piece.name, piece.shape, box.offsets, box.sizes, view.numpy().copy())
         for piece in pieces

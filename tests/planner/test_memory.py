@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from megalite.config import RunConfig
-from megalite.planner import stage_parameters, stages_of
 from megalite.planner.activations import held_by
 from megalite.planner.states import rank_states
+from megalite.run.parameters import stage_parameters
 from megalite.run.pipeline_schedule import make_schedule
+from megalite.run.stages import stages_of
 from megalite.train.engine import Engine
 from tests.parity.case import Case, config_of, rank_batches
 from tests.pool import RankPool
@@ -56,8 +57,8 @@ def measured(chunk: Any, batch: Any) -> tuple[int, int, int]:
     """Bytes that a microbatch of a chunk holds after its forward, after its input gradient with the
     weight gradients put off, and at most in a whole backward beside the first of these.
     """
-    hidden, dtype = chunk.config.hidden_size, chunk.tp.dtype
-    tokens = len(batch.token_T) // (chunk.tp.axis.size if chunk.tp.sequence_parallel else 1)
+    hidden, dtype = chunk.config.hidden_size, chunk.context.dtype
+    tokens = len(batch.token_T) // (chunk.context.tp.size if chunk.context.sequence_parallel else 1)
     queue: list[Any] = []
 
     def forward() -> Any:
@@ -96,7 +97,9 @@ def rank_bytes(ctx: Any, case: Case, changes: Changes) -> tuple[Any, list[Any]]:
     counted = (report.num_parameters, report.param_bytes, report.grad_bytes, report.state_bytes)
     chunks = []
     for stage, chunk in zip(mine, engine.chunks, strict=True):
-        assert stage_parameters(engine.config, stage) == [spec for _, spec in chunk.named_params()]
+        assert stage_parameters(
+            engine.config.model, stage, engine.config.parallel.sequence_parallel
+        ) == [spec for _, spec in chunk.named_params()]
         triples = [measured(chunk, batches[0]) for _ in range(3)]
         least = [min(column) for column in zip(*triples, strict=True)]
         chunks.append((stage, held_by(engine.config, stage), least))
@@ -124,7 +127,9 @@ def test_bytes_are_those_of_the_real_thing(pool: RankPool, case: Case, changes: 
         assert planned_states == counted
         for stage, held, (after_forward, after_input_grad, working) in chunks:
             assert after_forward == pytest.approx(held.activations, rel=1e-3)
-            if not (stage.beside and stage.last):  # its head's gradient goes to the other chunk
+            if not (
+                (stage.tied == "beside") and stage.last
+            ):  # its head's gradient goes to the other chunk
                 assert after_input_grad == pytest.approx(held.deferred, rel=1e-3)
             if case.tp > 1:
                 continue  # gloo's buffers of collectives come and go meanwhile

@@ -23,8 +23,9 @@ from megalite.config import (
     RunConfig,
     TrainConfig,
 )
-from megalite.planner import rank_memory, stages_of
+from megalite.planner import rank_memory
 from megalite.run.pipeline_schedule import make_schedule, modelled_durations
+from megalite.run.stages import stages_of
 from megalite.schedules import simulate
 
 GIB = 2**30

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megalite.config import RunConfig
-from megalite.record.param_stats import ParamStats, group_of
+from megalite.config import ModelConfig, RunConfig
+from megalite.record.param_stats import ParamStats
+from megalite.run.parameters import stage_parameters, whole_model
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit.runs import (
@@ -22,6 +23,13 @@ from tests.train.kit.runs import (
     write_tokens,
 )
 
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "ffn_hidden_size": 48,
+    "vocab_size": 97,
+}
 GROUPS = {"embedding", "layers.0", "layers.1", "layers.2", "layers.3", "norms", "head"}
 
 
@@ -81,8 +89,10 @@ def test_the_groups_share_the_norm_before_clipping(serial: Path) -> None:
             math.hypot(*line["grad_norms"].values()), rel=1e-9
         )
         squares = dict.fromkeys(GROUPS, 0.0)
+        model = make_config(serial, "groups").model
+        groups = {spec.name: spec.group for spec in stage_parameters(model, whole_model(model))}
         for name, values in line["param_stats"].items():
-            squares[group_of(name)] += values["grad_norm"] ** 2
+            squares[groups[name]] += values["grad_norm"] ** 2
         for group, value in line["grad_norms"].items():
             assert value == pytest.approx(math.sqrt(squares[group]), rel=1e-9)
 
@@ -141,17 +151,12 @@ def test_off_costs_nothing(pool: RankPool, folder: Path) -> None:
     assert pool.run(counted_calls, 1, on) == [[1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("embedding.weight", "embedding"),
-        ("position.weight", "embedding"),
-        ("layers.11.attention.qkv.weight", "layers.11"),
-        ("layers.11.attention.q_norm.weight", "norms"),
-        ("layers.3.mlp_norm.bias", "norms"),
-        ("final_norm.weight", "norms"),
-        ("head.weight", "head"),
-    ],
-)
-def test_groups(name: str, group: str) -> None:
-    assert group_of(name) == group
+def test_groups() -> None:
+    """Norms are one group, positions count as embedding, biases belong to their layer."""
+    model = ModelConfig(**SMALL, family="gpt2", qk_norm=True, tie_embeddings=False)
+    groups = {spec.name: spec.group for spec in stage_parameters(model, whole_model(model))}
+    assert groups["embedding.weight"] == groups["position.weight"] == "embedding"
+    assert groups["layers.3.attention.qkv.weight"] == groups["layers.3.mlp.up.bias"] == "layers.3"
+    assert groups["layers.3.attention.q_norm.weight"] == groups["layers.3.mlp_norm.bias"] == "norms"
+    assert (groups["final_norm.weight"], groups["head.weight"]) == ("norms", "head")
+    assert set(groups.values()) == GROUPS

@@ -29,20 +29,20 @@ TOKENS = torch.tensor([0, 2, 3, 5, 6, 8, 9, 11, 0, 0, 1, 0])
 
 
 def look_up(ctx, sp, strides, frozen) -> Outcome:
-    tp = tensor_parallel(ctx, sp)
-    layer = VocabParallelEmbedding(tp, ShardSpec("embedding.weight", (ROWS, WIDTH), 0))
+    context = tensor_parallel(ctx, sp)
+    layer = VocabParallelEmbedding(context, ShardSpec("embedding.weight", (ROWS, WIDTH), 0))
     fill(layer)
     heard: list[torch.nn.Parameter] = []
-    tp.grads.listener = heard.append
+    context.grads.listener = heard.append
     layer.weight.requires_grad_(not frozen)
     y = layer(TOKENS)
-    dy = tokens_of(draw("dy", len(TOKENS), WIDTH), tp)
+    dy = tokens_of(draw("dy", len(TOKENS), WIDTH), context)
     if strides == "expanded":
         dy = torch.ones((), dtype=torch.float64).expand(dy.shape)
     if not frozen:
         y.backward(transposed(dy) if strides == "transposed" else dy)
     notes = {"heard": len(heard), "needs grad": y.requires_grad}
-    notes["ledger"] = {op: v for op, v in tp.axis.ledger.as_dict().items() if "/" in op}
+    notes["ledger"] = {op: v for op, v in context.tp.ledger.as_dict().items() if "/" in op}
     return Outcome(y.detach(), None, gradients_of(layer), notes)
 
 

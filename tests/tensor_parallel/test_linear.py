@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.tensor_parallel.context import ShardedModule
+from megalite.layout.sharding import ShardSpec
+from megalite.tensor_parallel.context import LayerContext, ShardedModule
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
@@ -68,7 +69,7 @@ class Case:
         return (TOKENS, *self.weight_shape[:-1])
 
     @property
-    def shard_dim(self) -> int:
+    def cut_dim(self) -> int:
         return {"column": 0, "packed": 1}.get(self.kind, -1)
 
 
@@ -84,19 +85,21 @@ CASES = [
 ]
 
 
-def build(case: Case, tp) -> ShardedModule:
-    shape, bias = case.weight_shape, case.bias
+def build(case: Case, context: LayerContext) -> ShardedModule:
+    shape = case.weight_shape
     if case.is_column:
-        layer = ColumnParallelLinear(tp, "layer", shape, shard_dim=case.shard_dim, bias=bias)
+        bias = ShardSpec("layer.bias", shape[:-1], case.cut_dim)
+        weight = ShardSpec("layer.weight", shape, case.cut_dim)
+        layer = ColumnParallelLinear(context, weight, bias if case.bias else None)
     else:
-        gated, keep = case.kind == "gated", case.keep_activation
+        partial = context.sequence_parallel  # each rank adds the bias to its own tokens
+        bias = ShardSpec("layer.bias", shape[:1], partial=partial)
         layer = RowParallelLinear(
-            tp,
-            "layer",
-            shape,
-            bias=bias,
-            activation="swiglu" if gated else None,
-            keep_activation=keep,
+            context,
+            ShardSpec("layer.weight", shape, 1),
+            bias if case.bias else None,
+            activation="swiglu" if case.kind == "gated" else None,
+            keep_activation=case.keep_activation,
         )
     fill(layer)
     layer.weight.requires_grad_(not case.frozen)
@@ -110,30 +113,30 @@ def upstream(case: Case) -> Tensor:
 
 def run_layer(ctx, sp: bool, case: Case) -> Outcome:
     """Forward and backward on this rank; features keep the dims of the whole ones."""
-    tp = tensor_parallel(ctx, sp, overlap=case.overlap, dtype=case.dtype)
-    layer = build(case, tp)
+    context = tensor_parallel(ctx, sp, overlap=case.overlap, dtype=case.dtype)
+    layer = build(case, context)
     heard: list[torch.nn.Parameter] = []
-    tp.grads.listener = heard.append
-    tp.grads.deferred = [] if case.defer else None
+    context.grads.listener = heard.append
+    context.grads.deferred = [] if case.defer else None
     x, dy = draw("x", *case.input_shape).to(case.dtype), upstream(case)
     if case.is_column:
-        x, dy = tokens_of(x, tp), dy.chunk(tp.axis.size, 1 + case.shard_dim)[tp.axis.rank]
+        x, dy = tokens_of(x, context), dy.chunk(context.tp.size, 1 + case.cut_dim)[context.tp.rank]
     else:
-        x, dy = x.chunk(tp.axis.size, -1)[tp.axis.rank], tokens_of(dy, tp)
+        x, dy = x.chunk(context.tp.size, -1)[context.tp.rank], tokens_of(dy, context)
     x, dy = x.flatten(1), dy.flatten(1)
     if case.strides == "transposed":
         x, dy = transposed(x), transposed(dy)
     x = x.requires_grad_()
     y = layer(x)
     y.backward(dy)
-    notes = {"heard at once": len(heard), "queued": len(tp.grads.deferred or [])}
-    for contribution in tp.grads.deferred or []:
+    notes = {"heard at once": len(heard), "queued": len(context.grads.deferred or [])}
+    for contribution in context.grads.deferred or []:
         contribution()
     notes["heard"] = sorted(a for p in heard for a in layer.specs if p is getattr(layer, a))
-    notes["ledger"] = {op: v for op, v in tp.axis.ledger.as_dict().items() if "/" in op}
+    notes["ledger"] = {op: v for op, v in context.tp.ledger.as_dict().items() if "/" in op}
     y, dx = y.detach(), x.grad
     if case.is_column:
-        y = y.unflatten(1, layer.specs["weight"].local_shape(tp.axis.size)[:-1])
+        y = y.unflatten(1, layer.specs["weight"].local_shape(context.tp.size)[:-1])
     else:
         dx = dx.unflatten(1, (*case.input_shape[1:-1], -1))
     return Outcome(y, dx, gradients_of(layer), notes)
@@ -156,7 +159,7 @@ def whole(case: Case, sp: bool, outcomes: list[Outcome]) -> dict[str, Tensor]:
     outputs, inputs = [o.output for o in outcomes], [o.input_grad for o in outcomes]
     if case.is_column:
         found = {
-            "output": torch.cat(outputs, 1 + case.shard_dim),
+            "output": torch.cat(outputs, 1 + case.cut_dim),
             "input": whole_tokens(inputs, sp),
         }
     else:

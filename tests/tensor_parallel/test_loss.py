@@ -57,23 +57,23 @@ def upstream(kind: str) -> Tensor:
 
 def head_loss(ctx, sp, vocab, chunk, kind, options) -> Outcome:
     """Loss of logits x @ W^T; `options` may freeze the weight or make x non-contiguous."""
-    tp = tensor_parallel(ctx, sp)
+    context = tensor_parallel(ctx, sp)
     spec = ShardSpec("head.weight", (PADDED, WIDTH), 0)
-    layer = ColumnParallelLinear(tp, "head", spec.shape, spec=spec)
+    layer = ColumnParallelLinear(context, spec)
     fill(layer)
     layer.weight.requires_grad_("frozen" not in options)
     heard: list[torch.nn.Parameter] = []
-    tp.grads.listener = heard.append
-    x = tokens_of(draw("x", TOKENS, WIDTH), tp)
+    context.grads.listener = heard.append
+    x = tokens_of(draw("x", TOKENS, WIDTH), context)
     x = (transposed(x) if "transposed" in options else x).requires_grad_()
-    shard = VocabShard(tp, vocab, PADDED)
+    shard = VocabShard(context, vocab, PADDED)
     if chunk:
         loss = chunked_linear_cross_entropy(x, layer.weight, labels(vocab), shard, chunk)
     else:
         loss = vocab_parallel_cross_entropy(layer(x), labels(vocab), shard)
     loss.backward(upstream(kind))
     notes = {"heard": len(heard)}
-    notes["ledger"] = {op: v for op, v in tp.axis.ledger.as_dict().items() if "/" in op}
+    notes["ledger"] = {op: v for op, v in context.tp.ledger.as_dict().items() if "/" in op}
     return Outcome(loss.detach(), x.grad, gradients_of(layer), notes)
 
 

@@ -55,12 +55,12 @@ def weights() -> Tensor:
 
 
 def sharded(ctx, sp, vocab, chunk, extras: LossExtras) -> Outcome:
-    tp = tensor_parallel(ctx, sp)
+    context = tensor_parallel(ctx, sp)
     spec = ShardSpec("head.weight", (PADDED[vocab], WIDTH), 0)
-    layer = ColumnParallelLinear(tp, "head", spec.shape, spec=spec)
+    layer = ColumnParallelLinear(context, spec)
     fill(layer)
-    x = tokens_of(3.0 * draw("x", TOKENS, WIDTH), tp).requires_grad_()
-    shard = VocabShard(tp, vocab, PADDED[vocab], extras)
+    x = tokens_of(3.0 * draw("x", TOKENS, WIDTH), context).requires_grad_()
+    shard = VocabShard(context, vocab, PADDED[vocab], extras)
 
     def loss_of() -> Tensor:
         if chunk:
@@ -77,7 +77,7 @@ def sharded(ctx, sp, vocab, chunk, extras: LossExtras) -> Outcome:
     notes = {
         "plain": plain,
         "parts": shard.take_parts(),
-        "ledger": tp.axis.ledger.as_dict()["all_gather/tp"] if tp.axis.size > 1 else None,
+        "ledger": context.tp.ledger.as_dict()["all_gather/tp"] if context.tp.size > 1 else None,
     }
     assert not shard.take_parts().any(), "taken twice"
     return Outcome(loss.detach(), x.grad, gradients_of(layer), notes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.distributed.mesh import Mesh
 from megalite.layout.sharding import ShardSpec
 from megalite.layout.topology import Topology
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.tensor_parallel.context import LayerContext
 from megalite.tensor_parallel.cross_entropy import (
     VocabShard,
     chunked_linear_cross_entropy,
@@ -30,11 +30,11 @@ from tests.tensor_parallel.kit.pieces import (
 from tests.tolerances import FLOAT32, PLAIN_FLOAT64
 
 
-def make_head(tp: TensorParallel, vocab: int, padded: int, width: int):
+def make_head(context: LayerContext, vocab: int, padded: int, width: int):
     spec = ShardSpec("head.weight", (padded, width), 0)
-    layer = ColumnParallelLinear(tp, "head", spec.shape, spec=spec)
+    layer = ColumnParallelLinear(context, spec)
     fill(layer)
-    return layer, VocabShard(tp, vocab, padded)
+    return layer, VocabShard(context, vocab, padded)
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Head:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        tp = TensorParallel(Mesh(Topology()).tp, self.dtype, torch.device("cpu"))
+        context = LayerContext(Mesh(Topology()).tp, self.dtype, torch.device("cpu"))
         self.padded = -(-self.vocab // 64) * 64
-        self.layer, self.shard = make_head(tp, self.vocab, self.padded, width=8)
-        self.grad = tp.grads.buffer(self.layer.weight)
+        self.layer, self.shard = make_head(context, self.vocab, self.padded, width=8)
+        self.grad = context.grads.buffer(self.layer.weight)
         self.x = draw("x", self.tokens, 8, dtype=self.dtype).requires_grad_()
         self.label = torch.arange(self.tokens) * 24 % self.vocab
         self.upstream = draw("upstream", self.tokens, dtype=self.dtype)
@@ -93,10 +93,10 @@ def test_memory_at_a_real_vocabulary() -> None:
 def measure_loss(ctx, sp, chunk, dtype) -> dict[str, int]:
     """Memory of both passes of one rank's loss, logits included."""
     tokens, vocab, padded, width = 64, 3997, 4000, 16
-    tp = tensor_parallel(ctx, sp, dtype=dtype)
-    layer, shard = make_head(tp, vocab, padded, width)
-    tp.grads.buffer(layer.weight)
-    x = tokens_of(draw("x", tokens, width, dtype=dtype), tp).requires_grad_()
+    context = tensor_parallel(ctx, sp, dtype=dtype)
+    layer, shard = make_head(context, vocab, padded, width)
+    context.grads.buffer(layer.weight)
+    x = tokens_of(draw("x", tokens, width, dtype=dtype), context).requires_grad_()
     label = torch.arange(tokens) * 61 % vocab
     with AllocationMeter() as meter:
         if chunk:

@@ -16,7 +16,8 @@ from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
-from megalite.tensor_parallel.context import TensorParallel
+from megalite.run.parameters import ModelStage, whole_model
+from megalite.tensor_parallel.context import LayerContext
 from tests.model.kit import masks
 
 SEQ_LENGTH = 8
@@ -81,18 +82,18 @@ def make_batch(vocab: int = 29, num_sequences: int = 2, cuts: tuple[int, ...] = 
     return Batch(drawn[0], drawn[1], weight / weight.sum(), tuple(sorted(bounds)))
 
 
-def make_stage(config: ModelConfig, layers: range | None = None, **options: Any) -> Transformer:
-    """One stage in one process with its initial weights; the whole model unless told otherwise."""
-    tp = TensorParallel(Mesh(Topology()).tp, options.pop("dtype", torch.float64), CPU)
-    layers = range(config.num_layers) if layers is None else layers
+def make_stage(config: ModelConfig, stage: ModelStage | None = None, **options: Any) -> Transformer:
+    """One stage in one process with its initial weights; the whole model by default."""
+    context = LayerContext(Mesh(Topology()).tp, options.pop("dtype", torch.float64), CPU)
     seq_length = options.pop("seq_length", SEQ_LENGTH)
-    stage = Transformer(config, tp, seq_length=seq_length, layers=layers, **options)
-    init_params(stage.named_params(), config, seed=5, tp=1, tp_rank=0)
+    stage = stage or whole_model(config)
+    chunk = Transformer(config, context, stage, seq_length=seq_length, **options)
+    init_params(chunk.named_params(), seed=5, tp=1, tp_rank=0)
     with torch.no_grad():  # norm weights away from 1, biases from 0, so that their place is seen
-        for param, spec in stage.named_params():
-            if spec.name.endswith(("norm.weight", ".bias")):
+        for param, spec in chunk.named_params():
+            if spec.role in ("norm", "bias"):
                 param.add_(torch.linspace(-0.5, 0.5, param.numel()).view(param.shape))
-    return stage
+    return chunk
 
 
 def gradients(*stages: Transformer) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ def train_on(mesh: Mesh, case: Case, num_layers: int, changes: Changes) -> dict[
         norms.append(result.grad_norm)
         if step == 0:
             held += values_of(grad_pieces(engine), "first")
-    held += values_of([*named_pieces(engine), *grad_pieces(engine)])
+    held += values_of([*named_pieces(engine.optimizer, engine.mesh), *grad_pieces(engine)])
     return {"losses": losses, "norms": norms, "held": held}
 
 

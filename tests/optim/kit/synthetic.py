@@ -18,13 +18,13 @@ from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.kernels.adamw_operations import AdamWOperations
-from megalite.layout.sharding import Matrices, ShardSpec
+from megalite.layout.sharding import EXPERT, Matrices, ShardSpec
 from megalite.optim.zero1 import DistributedOptimizer, StepResult
 from megalite.tensor_parallel.grads import GradStore
 
 NUM_LAYERS = 4
 NUM_SAMPLES = 12  # divisible by every dp size used
-TIED = ShardSpec("embedding.weight", (10, 7), shard_dim=0, shared=True)
+TIED = ShardSpec("embedding.weight", (10, 7), cut_dim=0, tied=True)
 FINAL = ShardSpec("final_norm.weight", (7,), partial=True, decay=False)
 
 
@@ -39,30 +39,36 @@ def layer_specs(layer: int) -> list[ShardSpec]:
     name = f"layers.{layer}"
     return [
         ShardSpec(f"{name}.norm", (7,), partial=True, decay=False),
-        ShardSpec(f"{name}.up", (6, 5), shard_dim=0, uses=2, matrices=Matrices()),
+        ShardSpec(f"{name}.up", (6, 5), cut_dim=0, contributions=2, matrices=Matrices()),
         ShardSpec(f"{name}.bias", (11,), decay=False),
-        ShardSpec(f"{name}.down", (5, 18), shard_dim=1, matrices=Matrices()),
+        ShardSpec(f"{name}.down", (5, 18), cut_dim=1, matrices=Matrices()),
     ]
 
 
-def stage_sections(stage: int, num_stages: int) -> list[list[ShardSpec]]:
+def expert_spec(layer: int) -> ShardSpec:
+    """A weight of 8 experts, which ep cuts: a gradient that all ranks of a stage have a part in."""
+    return ShardSpec(f"layers.{layer}.experts", (8, 3, 5), cut_dim=0, grid=EXPERT, layer=layer)
+
+
+def stage_sections(stage: int, num_stages: int, experts: bool = False) -> list[list[ShardSpec]]:
     """The embedding, each layer, and the head of one stage; empty where the stage lacks them."""
     first, last = stage == 0, stage == num_stages - 1
     per_stage = NUM_LAYERS // num_stages
-    tied = replace(TIED, uses=2, shared=False) if num_stages == 1 else TIED
-    head = [FINAL] if first else [FINAL, replace(tied, copy=True)]
+    tied = replace(TIED, contributions=2, tied=False) if num_stages == 1 else TIED
+    head = [FINAL] if first else [FINAL, replace(tied, counted=False)]
     layers = range(stage * per_stage, (stage + 1) * per_stage)
     return [
         [tied] if first else [],
-        *(layer_specs(layer) for layer in layers),
+        *([*layer_specs(n), *([expert_spec(n)] if experts else [])] for n in layers),
         head if last else [],
     ]
 
 
 def local_part(full: Tensor, spec: ShardSpec, mesh: Mesh) -> Tensor:
-    """This tp rank's part of a whole tensor."""
-    starts = spec.local_offsets(mesh.tp.size, mesh.tp.rank)
-    for dim, (start, size) in enumerate(zip(starts, spec.local_shape(mesh.tp.size), strict=True)):
+    """This rank's block of a whole tensor."""
+    axis = mesh.axis(spec.grid.cut_axis)
+    starts = spec.local_offsets(axis.size, axis.rank)
+    for dim, (start, size) in enumerate(zip(starts, spec.local_shape(axis.size), strict=True)):
         full = full.narrow(dim, start, size)
     return full
 
@@ -108,30 +114,48 @@ class SyntheticChunk:
             self.grads.add(param, lambda buffer, part=part: buffer.add_(part))
 
     def _contributions(self, spec: ShardSpec, step: int, sample: int) -> Iterator[Tensor]:
+        if spec.grid == EXPERT:
+            yield self._local(self._expert_tokens(spec, step, sample), spec)
+            return
         if spec.name == TIED.name:
-            uses = ["in", "out"] if not spec.shared else ["out" if spec.copy else "in"]
+            uses = ["in", "out"] if not spec.tied else ["in" if spec.counted else "out"]
             parts = [draw(spec.name, use, step, sample)(spec.shape) for use in uses]
         else:
             whole = draw(spec.name, step, sample)(spec.shape)
-            parts = [whole] if spec.uses == 1 else [whole * 0.25, whole * 0.75]
+            parts = [whole] if spec.contributions == 1 else [whole * 0.25, whole * 0.75]
         for part in parts:
             yield self._partial(part, spec) if spec.partial else self._local(part, spec)
 
-    def _partial(self, whole: Tensor, spec: ShardSpec) -> Tensor:
-        """This tp rank's summand of a gradient that all tp ranks together make up."""
+    def _expert_tokens(self, spec: ShardSpec, step: int, sample: int) -> Tensor:
+        """The gradient of the tokens that the ranks of this ep group send to its experts.
+
+        Each rank has its own sample, of which tp ranks have a part of the tokens each.
+        """
+        mesh, share = self._mesh, NUM_SAMPLES // self._mesh.dp_cp.size
+        place = sample - mesh.dp_cp.rank * share
+        total = torch.zeros(spec.shape, dtype=torch.float64)
+        for rank in mesh.ep.ranks:
+            at = mesh.topology.coords(rank)
+            replica = at.cp + mesh.cp.size * at.dp
+            whole = draw(spec.name, step, replica * share + place)(spec.shape)
+            total += self._partial(whole, spec, at.tp)
+        return total
+
+    def _partial(self, whole: Tensor, spec: ShardSpec, tp_rank: int | None = None) -> Tensor:
+        """A tp rank's summand (default: this one's) of a gradient that all of them make up."""
         tp = self._mesh.tp
         shares = [draw("share", spec.name, r)(spec.shape) for r in range(tp.size - 1)]
         last = 1.0 - torch.stack(shares).sum(0) if shares else torch.ones_like(whole)
-        return whole * [*shares, last][tp.rank]
+        return whole * [*shares, last][tp.rank if tp_rank is None else tp_rank]
 
 
-def make_chunks(mesh: Mesh, dtype: torch.dtype, vpp: int = 1) -> list[SyntheticChunk]:
+def make_chunks(
+    mesh: Mesh, dtype: torch.dtype, vpp: int = 1, experts: bool = False
+) -> list[SyntheticChunk]:
     """This pipeline rank's chunks, chunk c being stage c * pp + pp rank."""
     num_stages = mesh.pp.size * vpp
-    return [
-        SyntheticChunk(stage_sections(c * mesh.pp.size + mesh.pp.rank, num_stages), mesh, dtype)
-        for c in range(vpp)
-    ]
+    stages = [c * mesh.pp.size + mesh.pp.rank for c in range(vpp)]
+    return [SyntheticChunk(stage_sections(s, num_stages, experts), mesh, dtype) for s in stages]
 
 
 def make(
@@ -139,10 +163,11 @@ def make(
     dtype: torch.dtype = torch.float64,
     vpp: int = 1,
     ops: AdamWOperations | None = None,
+    experts: bool = False,
     **settings: Any,
 ) -> tuple[list[SyntheticChunk], DistributedOptimizer]:
     """Chunks and their optimizer, with buckets that hold a few parameters each."""
-    chunks = make_chunks(mesh, dtype, vpp)
+    chunks = make_chunks(mesh, dtype, vpp, experts)
     config = OptimizerConfig.model_validate({"bucket_mb": 0.0005, **settings})
     return chunks, DistributedOptimizer(chunks, mesh, config, dtype, torch.device("cpu"), ops)
 
@@ -208,13 +233,14 @@ def expected(
     config: OptimizerConfig,
     lr: float = 0.01,
     rules: Callable[[ShardSpec], tuple[float, float]] | None = None,
+    experts: bool = False,
 ) -> Expected:
     """The same run by torch's own AdamW, without buffers, shards or ranks.
 
     `rules` gives a parameter's (rate scale, decay); by default decay as its spec says.
     """
     rules = rules or (lambda spec: (1.0, config.weight_decay if spec.decay else 0.0))
-    specs = {s.name: s for section in stage_sections(0, 1) for s in section}
+    specs = {s.name: s for section in stage_sections(0, 1, experts) for s in section}
     params = {name: nn.Parameter(draw(name)(s.shape)) for name, s in specs.items()}
     groups = [
         {"params": [params[name]], "lr": lr * scale, "weight_decay": decay}
@@ -273,8 +299,7 @@ def worst_error(
         "ema": want.ema,
     }
     for state in optimizer.named_state():
-        kind, _, name = state.name.partition("/")
-        whole = local_part(kinds[kind][name], state.spec, mesh).reshape(-1)
+        whole = local_part(kinds[state.kind][state.spec.name], state.spec, mesh).reshape(-1)
         part = whole[state.start : state.stop]
         errors.append(float((state.tensor - part).abs().max() / whole.abs().max()))
     return max(errors)
@@ -290,9 +315,9 @@ def differing_replicas(chunks: list[SyntheticChunk], mesh: Mesh) -> list[str]:
     differing: list[str] = []
     for chunk in chunks:
         for param, spec in chunk.named_params():
-            axes = [mesh.dp_cp]
-            axes += [mesh.tp] if spec.shard_dim is None else []
-            axes += [mesh.embedding] if spec.shared else []
+            axes = [mesh.axis(spec.grid.replica_axis)]
+            axes += [mesh.axis(spec.grid.cut_axis)] if spec.cut_dim is None else []
+            axes += [mesh.embedding] if spec.tied else []
             equal = [_rows_equal(param, axis) for axis in axes]
             differing += [] if all(equal) else [spec.name]
     return differing

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalite.distributed import comm
 from megalite.layout.sharding import ShardSpec
-from megalite.tensor_parallel.context import ShardedModule, TensorParallel
+from megalite.tensor_parallel.context import LayerContext, ShardedModule
 
 # (tp, sequence parallelism)
 LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
@@ -23,16 +23,16 @@ def draw(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def tensor_parallel(ctx: Any, sp: bool, **options: Any) -> TensorParallel:
+def tensor_parallel(ctx: Any, sp: bool, **options: Any) -> LayerContext:
     """The tp axis over all ranks, float64 unless asked otherwise; its ledger starts from zero."""
     mesh = ctx.mesh(tp=ctx.world_size)
     dtype = options.pop("dtype", torch.float64)
-    return TensorParallel(mesh.tp, dtype, mesh.device, sequence_parallel=sp, **options)
+    return LayerContext(mesh.tp, dtype, mesh.device, sequence_parallel=sp, **options)
 
 
-def piece(whole: Tensor, spec: ShardSpec, tp: TensorParallel) -> Tensor:
+def piece(whole: Tensor, spec: ShardSpec, context: LayerContext) -> Tensor:
     """This rank's part of a whole parameter."""
-    size, rank = tp.axis.size, tp.axis.rank
+    size, rank = context.tp.size, context.tp.rank
     starts = spec.local_offsets(size, rank)
     for dim, (start, length) in enumerate(zip(starts, spec.local_shape(size), strict=True)):
         whole = whole.narrow(dim, start, length)
@@ -43,12 +43,14 @@ def fill(layer: ShardedModule) -> None:
     """Give each parameter its piece of the values drawn for its name."""
     with torch.no_grad():
         for attribute, spec in layer.specs.items():
-            getattr(layer, attribute).copy_(piece(draw(spec.name, *spec.shape), spec, layer.tp))
+            getattr(layer, attribute).copy_(
+                piece(draw(spec.name, *spec.shape), spec, layer.context)
+            )
 
 
-def tokens_of(whole: Tensor, tp: TensorParallel) -> Tensor:
+def tokens_of(whole: Tensor, context: LayerContext) -> Tensor:
     """This rank's tokens: a slice under sequence parallelism, else all of them."""
-    return comm.local_slice(whole, tp.axis) if tp.sequence_parallel else whole
+    return comm.local_slice(whole, context.tp) if context.sequence_parallel else whole
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ def gradients_of(layer: ShardedModule) -> dict[str, tuple[ShardSpec, Tensor]]:
     for attribute, spec in layer.specs.items():
         param: nn.Parameter = getattr(layer, attribute)
         assert param.grad is None
-        found[attribute] = (spec, layer.tp.grads.buffer(param).clone())
+        found[attribute] = (spec, layer.context.grads.buffer(param).clone())
     return found
 
 
@@ -82,9 +84,9 @@ def whole_gradient(outcomes: list[Outcome], attribute: str) -> Tensor:
     parts = [outcome.grads[attribute][1] for outcome in outcomes]
     if spec.partial:
         return torch.stack(parts).sum(0)
-    if spec.shard_dim is None:
+    if spec.cut_dim is None:
         return same_everywhere(parts)
-    return torch.cat(parts, dim=spec.shard_dim)
+    return torch.cat(parts, dim=spec.cut_dim)
 
 
 def whole_tokens(parts: list[Tensor], sp: bool) -> Tensor:
