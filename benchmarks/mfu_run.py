@@ -32,7 +32,7 @@ from megalite.record.console import Console
 from megalite.record.records import TIME_PARTS, read_metrics
 from megalite.run.model_math import parameter_counts, training_flops
 from megalite.train.loop import Trainer
-from megalite.train.rank import launched
+from megalite.train.rank import run_rank_and_exit
 
 # Random tokens in the synthetic data at most: longer measurements read it again.
 _MAX_TOKENS = 4_000_000
@@ -61,7 +61,7 @@ def main(order: dict[str, Any]) -> int:
     device = pick_device(launch)
     if launch.world_size == 1:
         return measure(launch, device, config, order)
-    return launched(measure, launch, device, (config, order), config.train.timeout_s)
+    return run_rank_and_exit(measure, launch, device, (config, order), config.train.timeout_s)
 
 
 def for_measuring(config: RunConfig, order: dict[str, Any]) -> RunConfig:

@@ -32,7 +32,7 @@ from benchmarks.circumstances import append_row, circumstances
 from benchmarks.lanes import Lane
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
-from megalite.pipeline import Boundary, PipelineRuntime
+from megalite.pipeline import BoundarySpec, PipelineRuntime
 from megalite.schedules import Durations, build, simulate
 
 _RESULTS = Path(__file__).resolve().parent / "results" / "pipeline.jsonl"
@@ -113,7 +113,7 @@ class MegaliteSteps:
         last = schedule.num_stages - 1
         mine = schedule.stages_of(mesh.pp.rank)
         self.stages = [SleepStage(load, last=stage == last) for stage in mine]
-        boundary = Boundary((1, load.elements), torch.float32)
+        boundary = BoundarySpec((1, load.elements), torch.float32)
         self.runtime = PipelineRuntime(schedule, self.stages, mesh, boundary)
         self.batches = [None] * m
 

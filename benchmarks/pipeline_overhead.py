@@ -23,7 +23,7 @@ from megalite.checks import open_run
 from megalite.config import RunConfig
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
-from megalite.pipeline import Boundary, PipelineRuntime
+from megalite.pipeline import BoundarySpec, PipelineRuntime
 from megalite.schedules import build
 from megalite.train.batch import TokenBatch
 from megalite.train.engine import Engine
@@ -44,7 +44,7 @@ class Ways:
         self.engine = Engine(config, Mesh(Topology()))
         (self.chunk,) = self.engine.chunks
         tokens = config.train.micro_batch * config.data.seq_length
-        boundary = Boundary((tokens, config.model.hidden_size), self.engine.dtype)
+        boundary = BoundarySpec((tokens, config.model.hidden_size), self.engine.dtype)
         optimizer = self.engine.optimizer
         self.fused, self.split = (
             PipelineRuntime(

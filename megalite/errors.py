@@ -1,14 +1,14 @@
-"""The errors a user can meet. Each message says what, got, allowed, and what to change.
+"""Errors that the user can fix. A message has the value, the allowed ones, and what to change.
 
-Only the command line catches them (it prints the message without a traceback and exits 2);
-everything below raises and lets them pass.
+They are caught where a process ends: by the command line and by a rank (train/rank.py), which print
+the message without a traceback and exit with code 2. Everything below raises and lets them pass.
 """
 
 from __future__ import annotations
 
 
 class MegaliteError(Exception):
-    """Base of every error that is the user's to fix, not ours."""
+    """Base of every error that the user can fix; any other exception is a fault of megalite."""
 
 
 class ConfigError(MegaliteError):
@@ -23,7 +23,7 @@ class ConfigError(MegaliteError):
 
 
 class DataError(MegaliteError):
-    """A corpus, tokenizer or indexed dataset that cannot be used as asked."""
+    """A corpus, tokenizer or indexed dataset that cannot be used with the given settings."""
 
 
 class CheckpointError(MegaliteError):
@@ -31,13 +31,18 @@ class CheckpointError(MegaliteError):
 
 
 class ScheduleError(MegaliteError):
-    """A pipeline schedule that is not valid: names rank, index and action.
+    """A pipeline schedule that is not valid; the message names rank, index and action.
 
-    `position`: that rank and index, where one action is at fault.
+    `position`: rank and index of the action, if one action is at fault.
     """
 
     position: tuple[int, int] | None = None
 
 
 class PlanError(MegaliteError):
-    """A plan that cannot be made from what was given."""
+    """A plan that cannot be made from the given settings."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Exit code of a process that ends by `error`: 2 if the user can fix it, 1 otherwise."""
+    return 2 if isinstance(error, MegaliteError) else 1

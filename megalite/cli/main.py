@@ -118,7 +118,7 @@ def train(
 
     launch = read_launch()
     world_size = None if local or launch.source == "single" else launch.world_size
-    inputs = (missing_extras, missing_inputs, _input_problems)
+    inputs = (missing_extras, missing_inputs, _sidecar_problems)
     run = open_run(config, settings, world_size, more=inputs)
 
     from megalite.train.launch import train_command
@@ -126,11 +126,11 @@ def train(
     train_command(run.config, launch, local=local, accept=allowed, flag=flag)
 
 
-def _input_problems(config: RunConfig) -> list[str]:
-    """`input_problems`, imported only when the settings could be read: it needs numpy."""
-    from megalite.train.inputs import input_problems
+def _sidecar_problems(config: RunConfig) -> list[str]:
+    """`sidecar_problems`, imported only when the settings could be read: it needs numpy."""
+    from megalite.train.sidecar_checks import sidecar_problems
 
-    return input_problems(config)
+    return sidecar_problems(config)
 
 
 @app.command()

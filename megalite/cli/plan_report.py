@@ -15,7 +15,7 @@ from megalite.cli.formatting import number_of, short_count, short_duration
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
 from megalite.config import RunConfig
 from megalite.layout.topology import Topology
-from megalite.planner import RankMemory, beside_tensors, held_by, rank_memory
+from megalite.planner import RankMemory, beside_tensors, microbatch_bytes, rank_memory
 from megalite.run.batch_plan import batch_plan
 from megalite.run.hardware import Hardware, number_format, peak_of
 from megalite.run.model_math import parameter_counts, training_flops
@@ -206,10 +206,10 @@ def _memory_table(report: Report) -> Iterator[str]:
 
     # One microbatch of the largest stage, to judge what fewer microbatches in flight would save.
     longest = max(report.stages, key=lambda stage: (len(stage.layers), not stage.first))
-    held = held_by(report.config, longest)
-    microbatch = f"{held.activations / 2**20:,.1f} MiB"
+    kept = microbatch_bytes(report.config, longest)
+    microbatch = f"{kept.activations / 2**20:,.1f} MiB"
     if report.config.train.recompute == "stage":
-        microbatch = f"{held.checkpoint / 2**20:,.1f} MiB, {microbatch} once recomputed,"
+        microbatch = f"{kept.checkpoint / 2**20:,.1f} MiB, {microbatch} once recomputed,"
     yield (
         "tensors of a rank, by pipeline rank; activations at the schedule's peak, of which a "
         f"microbatch holds {microbatch} in a stage of {number_of(len(longest.layers), 'layer')}"

@@ -9,10 +9,11 @@ unless the command line lists them with `--accept`. train/changes.py compares th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 from megalite.config.names import keys, nearest
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 
 Change = Literal["free", "accept", "never"]
 
@@ -67,6 +68,23 @@ def accepted(lists: Iterable[str]) -> frozenset[str]:
     if problems:
         raise ConfigError(problems)
     return frozenset(names)
+
+
+def require_resume_mode(mode: str, folder: Path, newest: str | None) -> None:
+    """Raise CheckpointError if checkpoint.resume, `mode`, does not allow what is in `folder`.
+
+    newest: the name of the newest checkpoint, if there is one: "must" needs one, "never" none.
+    """
+    if mode == "must" and newest is None:
+        raise CheckpointError(
+            f'checkpoint.resume="must", but {folder} holds no checkpoint; '
+            "check name and out, or set checkpoint.resume to auto"
+        )
+    if mode == "never" and newest is not None:
+        raise CheckpointError(
+            f'checkpoint.resume="never", but {folder} holds {newest}; '
+            "give the run another name, or remove the folder"
+        )
 
 
 def _problem(name: str) -> str | None:

@@ -30,7 +30,7 @@ class PeerFailedError(MegaliteError):
     of_peer = True
 
 
-def together(mesh: Mesh, work: Callable[[], T]) -> T:
+def on_all_ranks(mesh: Mesh, work: Callable[[], T]) -> T:
     """Run `work` on every rank and return its result here, if it raised on no rank.
 
     All ranks must call it. A rank on which `work` raised raises the same error; the others raise

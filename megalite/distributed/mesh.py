@@ -1,14 +1,14 @@
-"""The mesh: this process's place on every axis, and the communicators nested in the world's.
+"""The mesh: this process's place on every axis, and the communicators made from the world's.
 
-It makes groups and hands them out; it moves no data (comm.py does) and starts no process group
-(env.py does). Read `Axis` first, then `Mesh`.
+It makes groups; it moves no data (comm.py does) and starts no process group (process/env.py does).
+Reading order: `Axis`, then `Mesh`.
 
 Groups are made on first use or by `Mesh.create`, always in *rounds*: in one round every rank of the
 world takes part in making exactly one group. NCCL needs that because `split_group` splits the world
 communicator collectively. gloo needs it because `new_group(use_local_synchronization=True)`, which
 only members call, names a group after the *number* of groups its members made before; ranks with
 different numbers would wait for each other under different names. A rank that has no group in a
-round makes a group of itself alone. So: call `create` once at set-up on all ranks.
+round makes a group of itself alone. So `create` is called once, at set-up, on all ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Axis:
 
     @property
     def ledger(self) -> Ledger:
-        """Where operations over this axis are counted."""
+        """The ledger that counts operations over this axis."""
         return self._mesh.ledger
 
     @property
@@ -78,12 +78,12 @@ class Axis:
 
     @property
     def next_rank(self) -> int:
-        """World rank of the next place on the axis, around its end."""
+        """World rank of the next process on the axis; the first follows the last."""
         return self.ranks[(self.rank + 1) % self.size]
 
     @property
     def previous_rank(self) -> int:
-        """World rank of the previous place on the axis, around its end."""
+        """World rank of the previous process on the axis; the last precedes the first."""
         return self.ranks[(self.rank - 1) % self.size]
 
     def __repr__(self) -> str:
@@ -112,6 +112,7 @@ class Mesh:
         self.device: torch.device = torch.device("cpu") if device is None else device
         self.backend: str = dist.get_backend() if started else "none"
         self.ledger = Ledger(topology.describe(self.rank), Clock(self.device))
+
         self.num_groups_made = 0
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
@@ -119,6 +120,8 @@ class Mesh:
         self._embedding_made = False
         if started and topology.world_size > 1:
             self._groups[tuple(range(topology.world_size))] = _world_group()
+
+        # Axes only know their ranks; their groups are made on first use or by `create`.
         self.tp = Axis(self, "tp")
         self.cp = Axis(self, "cp")
         self.dp = Axis(self, "dp")
@@ -230,7 +233,7 @@ class Mesh:
         ]
 
     def _round(
-        self, groups: Callable[[], list[Ranks]], mine: Ranks, what: str
+        self, groups: Callable[[], list[Ranks]], mine: Ranks, description: str
     ) -> dist.ProcessGroup | None:
         """Make one group per rank: `groups()` over all ranks, of which `mine` is this rank's.
 
@@ -241,14 +244,14 @@ class Mesh:
             made = dist.split_group(
                 split_ranks=[list(ranks) for ranks in groups()],
                 timeout=self._timeout,
-                group_desc=what,
+                group_desc=description,
             )
         else:
             made = dist.new_group(
                 list(mine),
                 timeout=self._timeout,
                 use_local_synchronization=True,
-                group_desc=what,
+                group_desc=description,
             )
         return made if isinstance(made, dist.ProcessGroup) and len(mine) > 1 else None
 

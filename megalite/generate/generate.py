@@ -1,4 +1,4 @@
-"""Text from a run's checkpoint, in one process, whatever layout trained it.
+"""Text from a run's checkpoint of any layout, in one process.
 
 Reading order: `open_run_checkpoint`, `load_model`, then `generate`. Each token is one forward over
 the context: nothing is cached from one token to the next, which suits models small enough to be
@@ -29,7 +29,7 @@ from megalite.train.kernel_choice import generation_kernels
 
 
 def open_run_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint: `run` itself, or of a run folder that of `step`, or the newest sound one.
+    """Open `run` if it is a checkpoint; of a run folder, the one of `step` or the newest sound one.
 
     Raises CheckpointError if there is none, or if the checkpoint of `step` is not sound, and
     ConfigError for a step of a `run` that is a checkpoint.
@@ -65,7 +65,7 @@ def load_model(
     mesh = Mesh(Topology(), device)
     dtype = DTYPES[config.train.dtype]
     ops = generation_kernels(config, mesh.device, dtype)
-    (chunk,) = build_chunks(config, mesh, dtype, place=[0], ops=ops)
+    (chunk,) = build_chunks(config, mesh, dtype, placement=[0], ops=ops)
     pieces = [
         NamedPiece.of_shard(weights, spec, 1, 0, param.detach())
         for param, spec in chunk.named_params()

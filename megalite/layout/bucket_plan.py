@@ -1,4 +1,4 @@
-"""Where parameters lie in the flat buffers: pure arithmetic on element counts.
+"""The plan of the flat buffers, bucket by bucket: pure arithmetic on element counts.
 
 Two kinds of buckets. *Sliced*: parameters one after the other, and each rank owns an equal slice
 wherever it cuts. *Whole*: each rank's slice is made of whole parameters, for algorithms that need
@@ -23,9 +23,9 @@ _MAX_WASTE = 1 / 8
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Where one bucket lies, in elements of the flat buffer; `items` index the planned sequence.
+    """One bucket's place [start, stop) in the flat buffer, in elements, and those of its items.
 
-    `items` are in the order of their `starts`.
+    `items` are indices into the planned sequence, in the order of their `starts`.
     """
 
     start: int
@@ -49,11 +49,11 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class BucketItem:
-    """A parameter to plan: its elements on this rank, and who shares its bucket.
+    """A parameter to plan: its elements on this rank, and the rules for its bucket.
 
-    `grid`: items of different grids have buckets of their own. `num_shards`: ranks over which its
-    gradient is reduced; `num_owners`: over how many of them its optimizer state is spread, which
-    divides `num_shards`. `whole`: one of these owns all of it.
+    `grid`: items of different grids are in different buckets. `num_shards`: the number of ranks
+    over which its gradient is reduced; `num_owners`: the number of them over which its optimizer
+    state is spread, a divisor of `num_shards`. `whole`: a single owner has all of it.
     """
 
     numel: int
@@ -70,6 +70,7 @@ def plan_chunk(items: Sequence[BucketItem], capacity: int) -> list[BucketPlan]:
     Buckets of different grids, and of sliced and whole parameters, lie in the order in which they
     fill.
     """
+    # Per grid, because a bucket is reduced over the ranks of one grid.
     plans: list[BucketPlan] = []
     for grid in dict.fromkeys(item.grid for item in items):
         mine = [i for i, item in enumerate(items) if item.grid == grid]
@@ -84,6 +85,7 @@ def plan_chunk(items: Sequence[BucketItem], capacity: int) -> list[BucketPlan]:
         plans += [plan.moved(plan.start, sliced) for plan in in_slices]
         plans += [plan.moved(plan.start, whole) for plan in owned]
 
+    # In the order in which backward fills them: a bucket is full when its last item is.
     placed: list[BucketPlan] = []
     end = 0
     for plan in sorted(plans, key=lambda p: max(p.items)):
@@ -113,6 +115,7 @@ def plan_buckets(
             starts.clear()
             start = end
 
+    # A tied weight is alone, so that both of its stages cut and reduce it alike.
     for item, numel in enumerate(numels):
         if tied[item] or end + numel - start > capacity:
             close()
@@ -128,11 +131,11 @@ def plan_buckets(
 def plan_whole(
     numels: Sequence[int], capacity: int, num_owners: int, align: int
 ) -> list[BucketPlan]:
-    """Buckets of which each of `num_owners` equal shards holds whole parameters.
+    """Buckets in which each of `num_owners` equal shards is made of whole parameters.
 
-    A bucket takes parameters until it has `capacity` elements and its padding is small; what is
-    left over joins the last one if it would be mostly padding by itself. Shards are multiples of
-    `align` (itself a multiple of ALIGN) long.
+    A bucket takes parameters until it has `capacity` elements and its padding is at most
+    `_MAX_WASTE`. The last parameters join the bucket before them if their own would be padded more.
+    Shards are multiples of `align` (itself a multiple of ALIGN) long.
     """
     groups: list[list[int]] = []
     current: list[int] = []
@@ -146,6 +149,8 @@ def plan_whole(
         groups[-1] += current
     elif current:
         groups.append(current)
+
+    # Only now, as the last group may have grown.
     plans: list[BucketPlan] = []
     start = 0
     for group in groups:
@@ -156,7 +161,7 @@ def plan_whole(
 
 
 def assign(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """An owner for each item: the largest first, each to the owner with the least so far.
+    """The owner of each item: the largest item first, each to the owner with the least load so far.
 
     Graham's longest-processing-time rule: at most 4/3 of the best possible largest load.
     """
@@ -170,7 +175,7 @@ def assign(sizes: Sequence[int], num_owners: int) -> list[int]:
 
 
 def _waste(numels: Sequence[int], group: Sequence[int], num_owners: int) -> float:
-    """Padding of a bucket of whole parameters, as a share of what it holds."""
+    """Padding of a bucket of whole parameters, as a share of its parameters' elements."""
     sizes = [numels[i] for i in group]
     loads = [0] * num_owners
     for size, owner in zip(sizes, assign(sizes, num_owners), strict=True):

@@ -1,7 +1,7 @@
-"""Contiguous ranges of row-major tensors as axis-aligned rectangles, and how rectangles meet.
+"""Contiguous ranges of row-major tensors as axis-aligned rectangles, and their intersections.
 
-A checkpoint stores each rank's contiguous range as rectangles of the global tensor, so that any
-layout can read what any other wrote. Pure arithmetic on tuples: knows no tensors and no files.
+A checkpoint stores each rank's contiguous range as rectangles of the global tensor, which any other
+layout can read. Pure arithmetic on tuples, independent of tensors and files.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> list[Rec
     last, tail = divmod(stop, num_inner)
     if first == last:
         return _under(first, rectangles_of_range(inner, head, tail))
+
+    # Part of the first row, whole rows, part of the last one.
     found = []
     if head:
         found += _under(first, rectangles_of_range(inner, head, num_inner))
@@ -78,7 +80,7 @@ def global_rectangles(
 ) -> list[Rectangle]:
     """[start, stop) of the flat local shard as rectangles of the global tensor, in flat order.
 
-    `local_offsets` is where the shard starts in the global tensor (`ShardSpec.local_offsets`).
+    `local_offsets`: the start of the shard in the global tensor (`ShardSpec.local_offsets`).
     """
     return [r.moved(local_offsets) for r in rectangles_of_range(local_shape, start, stop)]
 
@@ -105,18 +107,18 @@ def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle]
     if num_dims == 0:
         return filled[0], filled[1]
     dim = max(range(num_dims), key=lambda d: len({r.offsets[d] for r in filled}))
-    open_ones: list[Rectangle] = []
+    reaching: list[Rectangle] = []  # those that extend to the current offset
     for box in sorted(filled, key=lambda r: r.offsets[dim]):
-        open_ones = [r for r in open_ones if r.stops[dim] > box.offsets[dim]]
-        for other in open_ones:
+        reaching = [r for r in reaching if r.stops[dim] > box.offsets[dim]]
+        for other in reaching:
             if intersect(box, other) is not None:
                 return other, box
-        open_ones.append(box)
+        reaching.append(box)
     return None
 
 
 def why_not_cover(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str | None:
-    """Why the rectangles are not each element of `shape` exactly once; None when they are."""
+    """The reason why rectangles do not cover `shape`, each element once; None if they do."""
     for box in rectangles:
         fits = len(box.offsets) == len(box.sizes) == len(shape)
         if not fits or any(o < 0 or s < 0 for o, s in zip(box.offsets, box.sizes, strict=True)):

@@ -1,7 +1,7 @@
-"""What one parameter is and how it lies over the ranks: the single value that layers, initial
-values, gradient reduction, norm counting, ZeRO, checkpoints and statistics all read.
+"""The spec of one parameter: its identity, and its cut over the ranks.
 
-Pure arithmetic; knows no tensors. `run/parameters.py` lists the specs of a model.
+Layers, initial values, gradient reduction, norms, ZeRO, checkpoints and statistics all read this
+one value. Pure arithmetic, independent of tensors. `run/parameters.py` lists the specs of a model.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 
 from megalite.layout.topology import Kind
 
-# The part of the model that a parameter belongs to: what counts of parameters are by.
+# The part of the model that a parameter belongs to, by which parameters are counted.
 Role = Literal["embedding", "positions", "qkv", "attention_out", "mlp", "norm", "bias", "head"]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How the ranks of a pipeline stage share a parameter: as cut_axis x replica_axis.
+    """The two axes over which the ranks of a pipeline stage share a parameter.
 
     The ranks of a group of `cut_axis` hold the blocks of a parameter that is cut. Those of
     `replica_axis` hold the same block: its gradient is summed over them, and ZeRO spreads its
@@ -43,7 +43,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Matrices:
-    """A hidden weight as the matrices it is made of, whatever tensor parallelism cuts.
+    """A hidden weight as matrices, which tensor parallelism may cut anywhere.
 
     The global tensor is cut along `dim` into parts of `sizes` (empty: one part); each part, all its
     dims but the last flattened, is a matrix [rows, last dim].
@@ -55,7 +55,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A parameter's identity, its initial values, and how it is cut.
+    """A parameter's identity, its initial values, and its cut.
 
     `shape` is the global shape. With `cut_dim` set, rank r of the grid's cut axis holds the r-th of
     equal blocks along that dim; otherwise every rank of that axis holds all of it.
@@ -103,7 +103,7 @@ class ShardSpec:
         return (*self.shape[:dim], size // num_blocks, *self.shape[dim + 1 :])
 
     def local_offsets(self, num_blocks: int, block: int) -> tuple[int, ...]:
-        """Where block number `block` of `num_blocks` starts in the global tensor, one per dim."""
+        """The first index of block number `block` of `num_blocks` along each global dim."""
         if self.cut_dim is None:
             return (0,) * len(self.shape)
         size = self.shape[self.cut_dim] // num_blocks

@@ -1,10 +1,9 @@
-"""Which rank sits where: arithmetic over the axes of a layout, for any world size.
+"""The ranks of a layout on its axes: pure arithmetic, for any world size.
 
 `rank = tp + TP*(cp + CP*(dp + DP*pp))`: tp varies fastest, so that a tensor-parallel group
 stays in one node, and pp slowest, so that a pipeline crosses nodes. The ranks of a pipeline stage
-are numbered a second time for experts, `ep + EP*edp`: ep varies fastest, so that the tokens' way to
-their experts stays in a node, too. Knows no torch and makes no communicator;
-`megalite.distributed.mesh` does that from these rank lists.
+are numbered a second time for experts, `ep + EP*edp`: ep varies fastest, so that tokens reach their
+experts within a node, too. `megalite.distributed.mesh` makes communicators from these rank lists.
 
 An axis is a row of `_GRIDS`, a size of `Topology` and its groups in `_VARYING`.
 """
@@ -41,7 +40,7 @@ _VARYING: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Coords:
-    """One rank's place on every axis, each counted from 0."""
+    """One rank's coordinate on every axis, each counted from 0."""
 
     tp: int = 0
     cp: int = 0
@@ -53,10 +52,10 @@ class Coords:
 
 @dataclass(frozen=True)
 class Topology:
-    """A layout: how many ranks each axis has, at least 1.
+    """A layout: the number of ranks on each axis, at least 1.
 
-    ep divides tp x cp x dp, the ranks of a stage; what it leaves of them is edp. Raises
-    `ConfigError` for other sizes.
+    ep divides tp x cp x dp, the ranks of a stage; edp is the quotient. Raises `ConfigError` for
+    other sizes.
     """
 
     tp: int = 1
@@ -121,14 +120,14 @@ class Topology:
         return self.tp * self.cp * self.dp // self.ep
 
     def size(self, kind: Kind) -> int:
-        """Number of ranks in a group of `kind`, but for middle stages' embedding groups."""
+        """Number of ranks in a group of `kind`; a middle stage's embedding group has 1 instead."""
         if kind == "embedding":
             return min(2, self.pp)
         return prod(getattr(self, axis) for axis in self._varying(kind))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis of the first grid, whose product is the world, by name."""
+        """Size by axis, for the axes whose product is the world size."""
         return {axis: getattr(self, axis) for axis in _GRIDS[0]}
 
     def require_world(self, world_size: int) -> None:
@@ -147,7 +146,7 @@ class Topology:
         )
 
     def coords(self, rank: int) -> Coords:
-        """Place of world rank `rank`; `ConfigError` if there is no such rank."""
+        """The coordinates of world rank `rank`; `ConfigError` if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
                 f"rank {rank} does not exist in a world of {self.world_size} ranks; "
@@ -161,7 +160,7 @@ class Topology:
         return Coords(**places)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """World rank at a place; `ConfigError` if a coordinate is outside its axis."""
+        """The world rank at some coordinates; `ConfigError` if one is outside its axis."""
         for axis, coord in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
             size = getattr(self, axis)
             if not 0 <= coord < size:
@@ -204,7 +203,7 @@ class Topology:
         return self.coords(rank).pp in (0, self.pp - 1)
 
     def describe(self, rank: int) -> str:
-        """One rank's place for messages, e.g. `rank 3 (tp 1, dp 0, pp 1)`; axes of 1 left out."""
+        """A rank with its coordinates as text, without axes of size 1: `rank 3 (tp 1, pp 1)`."""
         at = self.coords(rank)
         places = [f"{axis} {getattr(at, axis)}" for axis, size in vars(self).items() if size > 1]
         return f"rank {rank} ({', '.join(places)})" if places else f"rank {rank}"

@@ -42,14 +42,14 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         heads, groups, head_dim = config.num_heads, config.kv_heads, config.head_size
-        tp = context.tp
+        tp, self.ops = context.tp, context.ops
         self.shape_kgH = (groups // tp.size, heads // groups + 2, head_dim)
-        self.first_head = heads // tp.size * tp.rank
-        self.ops = context.ops
+        self.first_head = heads // tp.size * tp.rank  # dropout masks are drawn by global head
         self.recompute_core = recompute_core
         self.layer = layer
         self.dropout_p = config.attention_dropout
 
+        # The packed projection is cut by groups, so that each rank has whole ones.
         qkv, out = f"{name}.qkv", f"{name}.out"
         self.qkv = ColumnParallelLinear(context, specs[f"{qkv}.weight"], specs.get(f"{qkv}.bias"))
         self.head_norm: HeadNorm | None = None
@@ -62,20 +62,22 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x)
         qkv_TkgH = qkv.view(len(qkv), *self.shape_kgH)
         if self.recompute_core and torch.is_grad_enabled():
-            context = checkpoint(
+            attended = checkpoint(
                 self.core, qkv_TkgH, sequences, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            context = self.core(qkv_TkgH, sequences)
-        out: Tensor = self.out(context)
+            attended = self.core(qkv_TkgH, sequences)
+        out: Tensor = self.out(attended)
         return out
 
     def core(self, qkv_TkgH: Tensor, sequences: Sequences) -> Tensor:
         """Norm heads, rotate and attend: [T, k, g + 2, H] -> [T, n * H]."""
         if self.head_norm is not None:
             qkv_TkgH = self.head_norm(qkv_TkgH)
-        stays = self.recompute_core or not torch.is_grad_enabled()
-        q, k, v = _SplitRotate.apply(qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, stays)
+        packed_stays = self.recompute_core or not torch.is_grad_enabled()
+        q, k, v = _SplitRotate.apply(
+            qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, packed_stays
+        )
         tokens, head_dim = len(q), q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
         return self.ops.attention(
@@ -83,7 +85,7 @@ class SelfAttention(nn.Module):
         ).flatten(1)
 
     def dropout(self, sequences: Sequences) -> kernels.AttentionDropout | None:
-        """Which attention weights of this rank's heads to drop; None for none."""
+        """The dropout of this rank's attention weights; None drops nothing."""
         at = sequences.dropout
         if self.dropout_p == 0 or at is None:
             return None
@@ -92,8 +94,10 @@ class SelfAttention(nn.Module):
 
 
 class _SplitRotate(torch.autograd.Function):
-    """packed_stays: no backward keeps the packed heads, or somebody else does anyway. Otherwise
-    values are copied out of them, or they would stay for the values alone.
+    """Rotated queries [T, k, g, H] and keys, and values [T, k, 1, H], of packed heads.
+
+    packed_stays: the packed heads are in memory anyway, or there is no backward. Otherwise values
+    are copied, because a view of them would keep all packed heads in memory for the backward.
     """
 
     @staticmethod

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.kernels import Kernels
 from megalite.tensor_parallel.context import LayerContext
 
 Key = tuple[int, int]
@@ -22,9 +23,9 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class DropoutAt:
-    """Where a microbatch stands: the run's seed, the step, and its first token in the step's batch.
+    """The place of a microbatch: the run's seed, the step, and its first token in the global batch.
 
-    first_token counts tokens over the whole global batch, in the order of its samples.
+    first_token is counted from 0 over the whole global batch, in the order of its samples.
     """
 
     seed: int
@@ -32,7 +33,7 @@ class DropoutAt:
     first_token: int
 
     def later(self, tokens: int) -> DropoutAt:
-        """The place so many tokens further on."""
+        """The place that lies `tokens` tokens further on."""
         return replace(self, first_token=self.first_token + tokens)
 
     def key(self, layer: int, kind: str) -> Key:
@@ -57,17 +58,17 @@ class Dropout:
             return x_TD
         shard = self.context.tp.rank if self.context.sequence_parallel else 0
         first = at.first_token + shard * len(x_TD)
-        return _Dropout.apply(x_TD, at.key(self.layer, self.kind), self.p, first, self.context)
+        return _Dropout.apply(x_TD, at.key(self.layer, self.kind), self.p, first, self.context.ops)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, key: Key, p: float, first_token: int, shared: LayerContext
+        ctx: Any, x_TD: Tensor, key: Key, p: float, first_token: int, ops: Kernels
     ) -> Tensor:
-        y_TD, keep_TD = shared.ops.dropout(x_TD, key, p, first_token)
+        y_TD, keep_TD = ops.dropout(x_TD, key, p, first_token)
         ctx.save_for_backward(keep_TD)
-        ctx.ops, ctx.arguments = shared.ops, (key, p, first_token)
+        ctx.ops, ctx.arguments = ops, (key, p, first_token)
         return y_TD
 
     @staticmethod

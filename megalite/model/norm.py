@@ -46,7 +46,7 @@ class RMSNorm(ShardedModule):
         return self.context.ops.rms_norm(x_TD, self.weight, self.eps, residual_TD)
 
     def backward_norm(self, ctx: Any, dy_TD: Tensor, ds_TD: Tensor | None = None) -> Tensor:
-        """The gradient of x and residual; ds: what reaches s past the norm."""
+        """The gradient of x and residual; ds: the part of s's gradient that bypasses the norm."""
         s_TD, weight, rstd_T1 = ctx.saved_tensors
         dx_TD, dweight_D = self.context.ops.rms_norm_grad(dy_TD, s_TD, weight, rstd_T1, ds_TD)
         self.accumulate_rowwise(self.weight, dweight_D)

@@ -20,7 +20,7 @@ from megalite.tensor_parallel.context import LayerContext, ShardedModule
 def rotary_tables(
     config: ModelConfig, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq_length, R/2] as the config's positions want them; R = 0 turns nothing."""
+    """cos and sin [seq_length, R/2] for the config's positions; with R = 0 nothing is rotated."""
     scaling = None
     if config.rope_scaling is not None:
         scaling = kernels.RopeScaling(

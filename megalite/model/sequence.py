@@ -1,4 +1,4 @@
-"""What the layers of a microbatch need to know of its tokens' order."""
+"""The order of a microbatch's tokens: mask, rotary tables, and place for dropout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megalite.model.dropout import DropoutAt
 
 @dataclass(frozen=True)
 class Sequences:
-    """mask: which tokens see which, as the kernels take it.
+    """The part of a microbatch's input that all layers share.
 
-    cos_sh, sin_sh: rotary tables [s, R/2]; token t of the microbatch has position t mod s.
-    dropout: where the microbatch stands in its step; None drops nothing.
+    mask: the pairs of tokens that attend, in the kernels' form. cos_sh, sin_sh: rotary tables
+    [s, R/2]; token t of the microbatch has position t mod s. dropout: the place of the microbatch
+    in its step; None drops nothing.
     """
 
     mask: Any

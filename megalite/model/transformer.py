@@ -35,11 +35,11 @@ from megalite.tensor_parallel.grads import GradStore
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 
 
-class Batch(Protocol):
-    """What a chunk reads of a microbatch.
+class ModelInput(Protocol):
+    """The fields of a microbatch that a chunk reads.
 
     token_T, label_T: int64 [T]. weight_T: [T], each token's share of the step's loss; 0 where
-    masked. cu_seqlens: document boundaries [0, ..., T]. dropout: where the microbatch stands in its
+    masked. cu_seqlens: document boundaries [0, ..., T]. dropout: the place of the microbatch in its
     step; None (evaluation) drops nothing.
     """
 
@@ -59,7 +59,7 @@ class Transformer(nn.Module):
     """One pipeline stage of the model: the layers of `stage`, with the parameters of its list.
 
     loss_chunk_tokens: 0 computes the loss over whole microbatches; n computes logits n tokens at a
-    time, forward and backward. embedding_stage: the chunk of this rank that holds the tied weight
+    time, forward and backward. embedding_chunk: the chunk of this rank that holds the tied weight
     of a head that is "beside" it.
     """
 
@@ -73,13 +73,13 @@ class Transformer(nn.Module):
         recompute: Recompute = "none",
         loss_chunk_tokens: int = 0,
         extras: LossExtras = PLAIN,
-        embedding_stage: Transformer | None = None,
+        embedding_chunk: Transformer | None = None,
     ) -> None:
         super().__init__()
         self.config, self.context = config, context
         self.first, self.last = stage.first, stage.last
         self.seq_length, self.loss_chunk_tokens = seq_length, loss_chunk_tokens
-        self.before: Callable[[int], None] | None = None
+        self.before_section: Callable[[int], None] | None = None
         self.rope = rotary_tables(config, seq_length, context.dtype, context.device)
         listed = stage_parameters(config, stage, context.sequence_parallel)
         specs = {spec.name: spec for spec in listed}
@@ -97,19 +97,22 @@ class Transformer(nn.Module):
 
         if stage.last:
             self.final_norm = make_norm(context, specs, "final_norm", config)
-            owner = {"within": self, "beside": embedding_stage}.get(stage.tied)
-            # A head that uses another chunk's weight gives its gradient to that chunk's store.
-            at_head = context if owner is None else owner.context
+            owner = {"within": self, "beside": embedding_chunk}.get(stage.tied)
             if owner is None:
-                own = "head.weight" if stage.tied == "no" else "embedding.weight"
-                self.head = ColumnParallelLinear(at_head, specs[own])
+                head_context = context
+                name = "head.weight" if stage.tied == "no" else "embedding.weight"
+                self.head = ColumnParallelLinear(context, specs[name])
             else:
-                self.head = ColumnParallelLinear(at_head, weight=owner.embedding.weight)
-            self.vocab = VocabShard(at_head, config.vocab_size, config.padded_vocab_size, extras)
+                # The gradient of another chunk's weight belongs in that chunk's store.
+                head_context = owner.context
+                self.head = ColumnParallelLinear(head_context, weight=owner.embedding.weight)
+            self.vocab = VocabShard(
+                head_context, config.vocab_size, config.padded_vocab_size, extras
+            )
 
     @property
     def grads(self) -> GradStore:
-        """Where this chunk's weight gradients go."""
+        """The store of this chunk's weight gradients."""
         return self.context.grads
 
     def named_params(self) -> list[tuple[nn.Parameter, ShardSpec]]:
@@ -119,7 +122,7 @@ class Transformer(nn.Module):
     def sections(self) -> list[list[nn.Parameter]]:
         """Parameters by section: embedding, each layer, then final norm and head (may be empty).
 
-        `before(i)` is called ahead of the first use of section i in each forward.
+        `before_section(i)` is called ahead of the first use of section i in each forward.
         """
         sections = [[param for param, _ in section] for section in self._sections()]
         if self.last and self.first and self.config.tie_embeddings:
@@ -142,21 +145,22 @@ class Transformer(nn.Module):
             for group in groups
         ]
 
-    def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor | None, micro_batch: ModelInput) -> Tensor:
         """Hidden states for the next stage, or on the last stage the microbatch's scalar loss.
 
         x: the previous stage's output [T, D] ([t, D] under sequence parallelism), None on the first
         stage. The loss is sum(weight_T * loss_T).
         """
         assert not (
-            self.config.has_dropout and torch.is_grad_enabled() and batch.dropout is None
+            self.config.has_dropout and torch.is_grad_enabled() and micro_batch.dropout is None
         ), "a batch to train on says where it stands, or nothing would be dropped"
-        x = self.hidden(x, batch.token_T, batch.cu_seqlens, batch.dropout)
+        x = self.hidden(x, micro_batch.token_T, micro_batch.cu_seqlens, micro_batch.dropout)
         if not self.last:
             return x
-        self._before(len(self.layers) + 1)
-        loss_T = self.loss(self.final_norm(x), batch.label_T)
-        weight_T = batch.weight_T.to(loss_T.dtype)
+
+        self._enter_section(len(self.layers) + 1)
+        loss_T = self.loss(self.final_norm(x), micro_batch.label_T)
+        weight_T = micro_batch.weight_T.to(loss_T.dtype)
         self.vocab.tally(weight_T)
         return torch.dot(loss_T, weight_T)
 
@@ -169,14 +173,14 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Residual stream after this stage's layers."""
         if self.first:
-            self._before(0)
+            self._enter_section(0)
             x = self.embed(token_T, dropout)
         assert x is not None, "a stage after the first needs the previous stage's output"
-        length, shared = min(self.seq_length, len(token_T)), self.context
-        mask = shared.ops.attention_mask(cu_seqlens, self.config.sliding_window, shared.device)
+        length, context = min(self.seq_length, len(token_T)), self.context
+        mask = context.ops.attention_mask(cu_seqlens, self.config.sliding_window, context.device)
         sequences = Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
         for index, layer in enumerate(self.layers):
-            self._before(index + 1)
+            self._enter_section(index + 1)
             x = layer(x, sequences)
         return x
 
@@ -204,6 +208,6 @@ class Transformer(nn.Module):
         logits: Tensor = self.head(x)
         return logits[:, : self.config.vocab_size]
 
-    def _before(self, section: int) -> None:
-        if self.before is not None:
-            self.before(section)
+    def _enter_section(self, section: int) -> None:
+        if self.before_section is not None:
+            self.before_section(section)

@@ -3,8 +3,8 @@
 Parameters are re-pointed into one flat buffer, their main gradients live in another one of the
 same layout, so that a collective or an optimizer kernel sees a few long ranges and not thousands
 of tensors. Buckets lie in reverse use order: backward fills the first bucket first. This module
-only lays memory out; it communicates nothing and updates nothing. Where what lies is decided in
-bucket_plan.py.
+only lays memory out; it communicates nothing and updates nothing. The places in the buffers come
+from layout/bucket_plan.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ class GradSink(Protocol):
     def bind(self, param: nn.Parameter, buffer: Tensor) -> None: ...
 
 
-class Chunk(Protocol):
-    """What the optimizer needs of a model chunk: a duck type, so that no model is imported."""
+class OptimizerChunk(Protocol):
+    """The part of a model chunk that the optimizer uses: a protocol, so that it imports no model.
 
-    before: Callable[[int], None] | None
+    The chunk calls `before_section(i)`, if set, ahead of the first use of section i in a forward.
+    """
+
+    before_section: Callable[[int], None] | None
 
     @property
     def grads(self) -> GradSink: ...
@@ -84,7 +87,7 @@ class ChunkBuffers:
 
     def __init__(
         self,
-        chunk: Chunk,
+        chunk: OptimizerChunk,
         dtype: torch.dtype,
         device: torch.device,
         bucket_mb: float,
@@ -92,6 +95,7 @@ class ChunkBuffers:
         rule_of: Callable[[ShardSpec], Rule] = lambda spec: Rule(),
         sharded: bool = False,
     ) -> None:
+        # In reverse order of use, the order in which backward finishes gradients.
         grad_dtype = main_grad_dtype(dtype)
         named = list(reversed(chunk.named_params()))
         rules = [rule_of(spec) for _, spec in named]
@@ -100,6 +104,7 @@ class ChunkBuffers:
             for (_, spec), rule in zip(named, rules, strict=True)
         ]
         plans = plan_chunk(items, int(bucket_mb * 2**20) // grad_dtype.itemsize)
+
         self.buckets = [_bucket(plan, named, rules, mesh) for plan in plans]
         self.numel = plans[-1].stop if plans else 0
         self.num_parameters = sum(param.numel() for param, _ in named)

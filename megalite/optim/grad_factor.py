@@ -1,7 +1,11 @@
-"""The factor of all gradients, clip coefficient over loss scale, applied once and where needed.
+"""The factor of all gradients, clip coefficient / loss scale, and when memory is multiplied by it.
 
-Some updates multiply gradients as they read them; then the gradients in memory are only multiplied
-when somebody asks to see them. Decides no factor.
+Multiplying all gradients is a pass over memory that some AdamW kernels save: they multiply each
+gradient as they read it for the update (`AdamWPlan.takes_factor`). Gradients for such a kernel are
+`scaled_in_update`: in memory they stay without the factor, which is kept as `pending_factor` and
+applied only if somebody reads them after the step. All others, Muon's too, are `scaled_now`.
+
+Computes no factor.
 """
 
 from __future__ import annotations
@@ -13,26 +17,26 @@ from torch import Tensor
 
 
 class GradFactor:
-    """`eager` gradients are multiplied at once, `lazy` ones when `settle` is called."""
+    """Two lists of gradients, and the factor that the second is still to be multiplied by."""
 
-    def __init__(self, eager: Sequence[Tensor], lazy: Sequence[Tensor]) -> None:
-        self._eager, self._lazy = list(eager), list(lazy)
-        self.owed = 1.0  # what the lazy gradients are yet to be multiplied by
+    def __init__(self, scaled_now: Sequence[Tensor], scaled_in_update: Sequence[Tensor]) -> None:
+        self._scaled_now, self._scaled_in_update = list(scaled_now), list(scaled_in_update)
+        self.pending_factor = 1.0
 
-    def apply(self, factor: float) -> None:
-        """Multiply all gradients, the lazy ones on paper."""
-        _multiply(self._eager, factor)
-        if self._lazy:
-            self.owed *= factor
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that are scaled now; for the others the factor is pending."""
+        _multiply(self._scaled_now, factor)
+        if self._scaled_in_update:
+            self.pending_factor *= factor
 
-    def settle(self) -> None:
-        """Multiply the lazy gradients by what they are owed."""
-        _multiply(self._lazy, self.owed)
-        self.owed = 1.0
+    def apply_pending(self) -> None:
+        """Multiply the gradients that are scaled in the update, so that memory holds the result."""
+        _multiply(self._scaled_in_update, self.pending_factor)
+        self.pending_factor = 1.0
 
     def clear(self) -> None:
-        """Gradients were zeroed, or will be overwritten."""
-        self.owed = 1.0
+        """Forget the pending factor: all gradients were zeroed or will be overwritten."""
+        self.pending_factor = 1.0
 
 
 @torch.no_grad()

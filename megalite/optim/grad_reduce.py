@@ -2,8 +2,8 @@
 
 A bucket's reduction starts when its last contribution of the step is in and every earlier bucket
 of the chunk has started: launches are in bucket order on every rank, whatever order gradients
-come in. The operation is a sum (the loss is divided by the step's token count already). This
-module knows nothing of tp, tied weights, norms or optimizer state.
+come in. The operation is a sum (the loss is divided by the step's token count already).
+Independent of tp, tied weights, norms and optimizer state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis
 from megalite.distributed.reduced_precision import RoundedAllReduce, reduce_scatter_rounded
-from megalite.optim.buffers import Chunk, ChunkBuffers
+from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
 
 
 class Waitable(Protocol):
@@ -28,14 +28,14 @@ class Waitable(Protocol):
 class GradReducer:
     """Reduces a chunk's gradient buffer, each bucket over its axis, in place.
 
-    `scatter`: reduce-scatter, each rank is left with its own part of each bucket and rubbish in
-    the rest; otherwise all-reduce. `overlap` off: everything starts in `wait`, same numbers.
-    `dtype`: what gradients are rounded to on their way; None sends them as they are.
+    `scatter`: reduce-scatter, after which a rank's own part of each bucket is valid and the rest
+    undefined; otherwise all-reduce. `overlap` off: everything starts in `wait`, same numbers.
+    `dtype`: the type that gradients are rounded to for sending; None sends them as they are.
     """
 
     def __init__(
         self,
-        chunk: Chunk,
+        chunk: OptimizerChunk,
         buffers: ChunkBuffers,
         scatter: bool,
         overlap: bool,
@@ -49,12 +49,12 @@ class GradReducer:
             for slot in bucket.slots
         }
         self._awaited: dict[int, int] = {}  # contributions to come, by parameter
-        self._open: list[int] = []  # parameters of each bucket that still await contributions
+        self._num_awaited: list[int] = []  # by bucket: parameters with contributions to come
         self._handles: list[Waitable] = []
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Zero the gradients; the next reductions are a new step's."""
+        """Zero the gradients for a new step."""
         assert not self._handles, "a step began while gradient reductions were in flight"
         self._buffers.grads.zero_()
 
@@ -65,7 +65,7 @@ class GradReducer:
         buckets = self._buffers.buckets
         trained = [[s for s in b.slots if s.param.requires_grad] for b in buckets]
         self._awaited = {id(s.param): s.spec.contributions for slots in trained for s in slots}
-        self._open = [len(slots) for slots in trained]
+        self._num_awaited = [len(slots) for slots in trained]
         self._chunk.grads.listener = self._contributed
 
     def finish(self) -> None:
@@ -88,8 +88,10 @@ class GradReducer:
         assert self._awaited[key] >= 0, "a gradient came in after its last expected contribution"
         if self._awaited[key] > 0:
             return
-        self._open[self._bucket_of[key]] -= 1
-        while len(self._handles) < len(self._open) and self._open[len(self._handles)] == 0:
+        self._num_awaited[self._bucket_of[key]] -= 1
+        for num_awaited in self._num_awaited[len(self._handles) :]:
+            if num_awaited:
+                break
             self._launch_next()
 
     def _launch_all(self) -> None:

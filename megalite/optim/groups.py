@@ -1,4 +1,4 @@
-"""Does every group of `optimizer.groups` match a parameter of some rank? Rules are in rules.py."""
+"""The check that each of `optimizer.groups` matches a parameter; run/rules.py applies them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 24  # names listed in an error
 def require_matches(
     groups: Sequence[GroupConfig], names: Sequence[str], world: Axis, device: torch.device
 ) -> None:
-    """ConfigError on every rank unless each group matches a parameter of some rank.
+    """Raise ConfigError on every rank unless each group matches a parameter of some rank.
 
     `names` are this rank's parameters. All ranks call it.
     """
@@ -27,8 +27,8 @@ def require_matches(
         return
     mine = [float(any(fnmatchcase(name, group.match) for name in names)) for group in groups]
     found = comm.all_reduce(torch.tensor(mine, device=device), world, op="max").tolist()
-    lost = [group.match for group, hit in zip(groups, found, strict=True) if not hit]
-    if not lost:
+    unmatched = [group.match for group, hit in zip(groups, found, strict=True) if not hit]
+    if not unmatched:
         return
     everyone = comm.all_gather_object(sorted({_layerless(name) for name in names}), world)
     known = sorted({name for rank in everyone for name in rank})
@@ -37,7 +37,7 @@ def require_matches(
         [
             f"optimizer.groups match={match!r} names no parameter; remove the group or match one "
             f"of {', '.join(known[:_SHOWN])}{more} (N: any number)"
-            for match in lost
+            for match in unmatched
         ]
     )
 

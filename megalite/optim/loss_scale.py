@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16: how much gradients are magnified, and when that changes.
+"""Dynamic loss scaling for float16: the scale of the gradients, and when it changes.
 
 Small gradients vanish in float16, so the loss's gradient is multiplied by a scale before backward
 and the weights' gradients divided by it afterwards (Micikevicius et al., "Mixed Precision
@@ -15,7 +15,7 @@ _MAX_SCALE = 2.0**64  # magnified gradients are summed in fp32, whose largest va
 
 
 class LossScaler:
-    """The scale, and the two counters that decide when it moves. Off: scale 1 for ever."""
+    """The scale, and the two counters that decide when it changes; always 1 unless `enabled`."""
 
     def __init__(self, config: OptimizerConfig, enabled: bool) -> None:
         self._config, self.enabled = config, enabled
@@ -24,7 +24,7 @@ class LossScaler:
         self._hysteresis = config.loss_scale_hysteresis  # bad steps left before backing off
 
     def good_step(self) -> None:
-        """Gradients were finite."""
+        """Count a step whose gradients were finite."""
         if not self.enabled:
             return
         self._good_steps += 1
@@ -34,7 +34,7 @@ class LossScaler:
             self.scale = min(self.scale / self._config.loss_scale_backoff, _MAX_SCALE)
 
     def bad_step(self) -> bool:
-        """Gradients were not finite; whether a smaller scale may be the answer to that."""
+        """Count a step whose gradients were not finite; True if a smaller scale may help."""
         if not self.enabled or self.scale <= self._config.loss_scale_min:
             return False
         self._good_steps = 0
@@ -45,7 +45,7 @@ class LossScaler:
         return True
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs; empty when off."""
+        """The scale and its counters, for a checkpoint; empty unless enabled."""
         if not self.enabled:
             return {}
         return {
@@ -55,7 +55,7 @@ class LossScaler:
         }
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore what `state` gave."""
+        """Restore the values that `state` returned."""
         if self.enabled:
             self.scale = state["loss_scale"]
             self._good_steps = int(state["loss_scale_good_steps"])

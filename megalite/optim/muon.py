@@ -9,11 +9,11 @@ For a matrix W [r, c] with gradient G and momentum M, at rate lr:
 is 0.2 * sqrt(max(r, c)), which gives updates the size of AdamW's, so that both share one rate and
 one decay ("Muon is Scalable for LLM Training", arXiv 2502.16982), or sqrt(max(1, r / c)) (Jordan).
 
-Which matrices a weight is made of is `spec.matrices`, in global terms: a packed projection is
-taken apart into query, key and value, or gate and up. The matrix is always the whole one: under
-tensor parallelism its shards are brought to one tp rank, each to the one with the least to do, and
-the result is sent back. Over dp_cp a bucket is spread so that each rank owns whole (tp-local)
-matrices, so nothing is sent for that. No layout changes what is computed.
+`spec.matrices` are the matrices of a weight, in global terms: a packed projection is taken apart
+into query, key and value, or gate and up. The matrix is always the whole one: under tensor
+parallelism its shards are gathered on the tp rank with the least work so far, and the result is
+sent back. Over dp_cp a bucket is spread so that each rank owns whole (tp-local) matrices, so
+nothing is sent for that. No layout changes what is computed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @dataclass(frozen=True)
 class Block:
-    """One matrix of one weight: this tp rank's part, a view of the direction to take."""
+    """One matrix of one weight; `local` is this tp rank's part, a view of the direction to take."""
 
     local: Tensor
     cut_dim: int | None
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def cost(self) -> int:
-        """What orthogonalising it costs, up to a factor: rows x columns x the smaller of both."""
+        """Relative cost of orthogonalising the matrix: rows x columns x the smaller of both."""
         rows, columns = self.shape
         return rows * columns * min(rows, columns)
 
@@ -66,8 +66,8 @@ class Block:
         whole = shaped[0] if self.cut_dim is None else torch.cat([*shaped], self.cut_dim)
         return whole.reshape(self.shape)
 
-    def part(self, matrix: Tensor) -> Tensor:
-        """The reverse of `join`: [num_parts, elements]."""
+    def split(self, matrix: Tensor) -> Tensor:
+        """All tp ranks' parts of a matrix, [num_parts, elements]: the reverse of `join`."""
         if self.cut_dim is None:
             return matrix.reshape(1, -1)
         sizes = list(self.local.shape)
@@ -83,6 +83,7 @@ def muon_update(
     """Update the matrices of all whole buckets in place; all ranks of a tp group call it alike."""
     for shard in shards:
         if shard.bucket.whole:
+            # All matrices of a bucket at once: two exchanges over tp, however many there are.
             pieces = [piece for piece in shard.pieces() if piece.slot.param.requires_grad]
             directions = [_direction(piece, config) for piece in pieces]
             blocks = [
@@ -91,6 +92,7 @@ def muon_update(
                 for block in blocks_of(piece, direction, tp.size)
             ]
             _orthogonalise_all(blocks, tp, config)
+
             for piece, direction in zip(pieces, directions, strict=True):
                 rule = piece.slot.rule
                 rate = lr * rule.lr_scale
@@ -116,7 +118,7 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def update_scale(rows: int, columns: int, rule: str) -> float:
-    """Factor of an orthogonalised update: "adamw_rms" or "spectral" (see the module's text)."""
+    """Factor of an orthogonalised update; `rule`: "adamw_rms" (arXiv 2502.16982) or "spectral"."""
     if rule == "adamw_rms":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
@@ -134,7 +136,7 @@ def blocks_of(piece: Piece, direction: Tensor, tp_size: int) -> list[Block]:
 
 
 def _direction(piece: Piece, config: OptimizerConfig) -> Tensor:
-    """Move the momentum and return what is to be orthogonalised, a new tensor."""
+    """Update the momentum and return the matrix U to be orthogonalised, a new tensor."""
     assert (piece.start, piece.stop) == (0, piece.slot.param.numel()), "a matrix was cut"
     stored, weight = piece.states["momentum"], 1 - config.muon_momentum
     momentum = stored.to(piece.grad.dtype).lerp_(piece.grad, weight)
@@ -153,37 +155,42 @@ def _orthogonalise_all(blocks: Sequence[Block], tp: Axis, config: OptimizerConfi
     cut = [block for block in blocks if block.num_parts > 1]
     for block in blocks:
         if block.num_parts == 1:
-            _store(block, block.part(_solve(block, block.local.reshape(1, -1), config))[0])
+            _store(block, _solve(block, block.local.reshape(1, -1), config)[0])
     if not cut:
         return
+
+    # Every tp rank computes the same assignment, so that sizes need not be exchanged.
     owner_of = assign([block.cost for block in cut], tp.size)
     by_owner = [
         [block for block, owner in zip(cut, owner_of, strict=True) if owner == rank]
         for rank in range(tp.size)
     ]
-    sizes = [sum(block.local.numel() for block in mine) for mine in by_owner]
-    mine = by_owner[tp.rank]
-    there = torch.cat([block.local.reshape(-1) for owned in by_owner for block in owned])
-    received = all_to_all(there, tp, sizes, [sizes[tp.rank]] * tp.size).view(tp.size, -1)
+    mine, in_order = by_owner[tp.rank], [block for owned in by_owner for block in owned]
+    sizes = [sum(block.local.numel() for block in owned) for owned in by_owner]
+    own_sizes = [sizes[tp.rank]] * tp.size  # each rank has an equal part of my matrices
+
+    # To the owners: the parts lie in the order of their owners, so that each receives one range.
+    sent = torch.cat([block.local.reshape(-1) for block in in_order])
+    received = all_to_all(sent, tp, sizes, own_sizes).view(tp.size, -1)
     shards = torch.split(received, [block.local.numel() for block in mine], dim=1)
-    solved = [
-        block.part(_solve(block, shard, config)) for block, shard in zip(mine, shards, strict=True)
-    ]
-    back = torch.cat(solved, dim=1).view(-1) if solved else there.new_empty(0)
-    results = all_to_all(back, tp, [sizes[tp.rank]] * tp.size, sizes)
-    in_order = [block for owned in by_owner for block in owned]
+    solved = [_solve(block, shard, config) for block, shard in zip(mine, shards, strict=True)]
+
+    # And back to where the parts came from.
+    returned = torch.cat(solved, dim=1).view(-1) if solved else sent.new_empty(0)
+    results = all_to_all(returned, tp, own_sizes, sizes)
     values = torch.split(results, [block.local.numel() for block in in_order])
     for block, value in zip(in_order, values, strict=True):
         _store(block, value)
 
 
 def _solve(block: Block, parts: Tensor, config: OptimizerConfig) -> Tensor:
-    """The scaled, orthogonalised matrix of a block from all its parts."""
+    """All parts of the scaled, orthogonalised matrix, from all `parts`: [num_parts, elements]."""
     matrix = block.join(parts)
     narrow = config.muon_dtype == "bfloat16" and matrix.dtype == torch.float32
     dtype = torch.bfloat16 if narrow else matrix.dtype
     solution = orthogonalise(matrix, config.muon_steps, dtype)
-    return solution.mul_(update_scale(*block.shape, config.muon_scale)).contiguous()
+    solution.mul_(update_scale(*block.shape, config.muon_scale))
+    return block.split(solution.contiguous())
 
 
 def _store(block: Block, values: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""What happens to a step whose gradients are not finite: skipped, counted, or the end of the run.
+"""The policy for steps whose gradients are not finite: skip and count them, or end the run.
 
-In float16 a smaller loss scale is the first answer; only where it cannot get smaller do the
-settings `non_finite` and `max_skips` decide, as they do in every other type.
+In float16 the loss scale is lowered first; only where it cannot get smaller do the settings
+`non_finite` and `max_skips` decide, as they do in every other type.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _NAMED = 4
 
 
 class SkipPolicy:
-    """Decides; `num_skips` counts steps in a row that only the settings let pass."""
+    """Skip or stop; `num_skips` counts the steps in a row that `non_finite = "skip"` skipped."""
 
     def __init__(self, config: OptimizerConfig, scaler: LossScaler) -> None:
         self._config, self._scaler = config, scaler
         self.num_skips = 0
 
     def good_step(self) -> None:
-        """Gradients were finite."""
+        """Count a step whose gradients were finite."""
         self.num_skips = 0
         self._scaler.good_step()
 
     def skip_or_stop(self, norm: GradNorm, num_updates: int, pieces: Sequence[Piece]) -> None:
-        """Count a skipped step, or raise NonFiniteGradientError naming where it went wrong.
+        """Count a skipped step, or raise NonFiniteGradientError with the parameters at fault.
 
         `num_updates`: updates applied before this one.
         """
@@ -54,11 +54,11 @@ class SkipPolicy:
         )
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """The count of skips, for a checkpoint."""
         return {"num_skips": self.num_skips}
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore what `state` gave."""
+        """Restore the values that `state` returned."""
         self.num_skips = int(state["num_skips"])
 
 

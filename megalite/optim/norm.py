@@ -22,18 +22,19 @@ from megalite.kernels.adamw_operations import AdamWOperations
 
 
 class NonFiniteGradientError(MegaliteError):
-    """Gradients are not finite and the settings say to stop (or too many steps were skipped)."""
+    """Gradients are not finite, and the settings end the run (or too many steps were skipped)."""
 
 
 @dataclass(frozen=True)
 class GradNorm:
-    """The norm before clipping, and on how many ranks some gradient is inf or nan."""
+    """The norm before clipping, and the number of ranks with an inf or nan in their gradients."""
 
     value: float
     num_bad_ranks: int
 
     @property
     def finite(self) -> bool:
+        """True if all gradients are, and their norm has not overflowed."""
         return self.num_bad_ranks == 0 and math.isfinite(self.value)
 
 

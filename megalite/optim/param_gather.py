@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megalite.distributed import comm
-from megalite.optim.buffers import Chunk, ChunkBuffers
+from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
 
 
 class ParamGather:
     """Gathers one chunk's parameter buffer: every rank's part of every bucket, over its axis."""
 
-    def __init__(self, chunk: Chunk, buffers: ChunkBuffers) -> None:
+    def __init__(self, chunk: OptimizerChunk, buffers: ChunkBuffers) -> None:
         self._buffers = buffers
         self._pending: dict[int, comm.Handle] = {}  # by bucket
         bucket_of = {
@@ -23,7 +23,7 @@ class ParamGather:
         ]
 
     def launch(self) -> None:
-        """Start all gathers in use order: the last bucket holds what forward uses first."""
+        """Start all gathers in use order: the last bucket holds the parameters used first."""
         assert not self._pending, "parameters were gathered twice without a wait"
         for index in reversed(range(len(self._buffers.buckets))):
             bucket = self._buffers.buckets[index]

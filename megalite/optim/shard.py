@@ -1,4 +1,4 @@
-"""This rank's part of a chunk's optimizer state, as views: what it updates, counts and saves.
+"""This rank's part of a chunk's optimizer state, as views of a few large tensors.
 
 Of every bucket a rank owns one of equal parts (all of it with ZeRO off). For 16-bit
 parameters the part has an fp32 master; for fp32 and fp64 the weight *is* the parameter's own
@@ -8,7 +8,7 @@ AdamW's moments, Muon's momentum, the average of the weights. No communication h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ EMA = "ema"
 
 @dataclass(frozen=True)
 class StateOptions:
-    """What is kept beside the weights: type of moments (None: the main gradients'), average."""
+    """Options of the state: type of the moments (None: the main gradients'), and an average."""
 
     moment_dtype: torch.dtype | None = None
     ema: bool = False
@@ -140,41 +140,32 @@ class ChunkShard:
         wide = buffers.grads.dtype
         ranges = [bucket.shard_range(sharded) for bucket in buffers.buckets]
         kinds = [kinds_of(bucket, options) for bucket in buffers.buckets]
-        sizes = [stop - start for start, stop in ranges]
+        numels = [stop - start for start, stop in ranges]
         device = buffers.grads.device
-        self.states: dict[str, Tensor] = {}
-        for kind in (*ADAMW_KINDS, *MUON_KINDS, EMA):
-            numel = sum(n for n, has in zip(sizes, kinds, strict=True) if kind in has)
-            if numel:
-                dtype = wide if kind == EMA else options.moment_dtype or wide
-                self.states[kind] = torch.zeros(numel, dtype=dtype, device=device)
-        self.master: Tensor | None = None
-        if buffers.params.dtype != wide:
-            self.master = torch.zeros(sum(sizes), dtype=wide, device=device)
-        self.shards: list[BucketShard] = []
-        ends = dict.fromkeys(("", *self.states), 0)
-        for bucket, owned, has in zip(buffers.buckets, ranges, kinds, strict=True):
-            self.shards.append(self._shard(buffers, bucket, owned, has, ends))
-            for kind in ("", *has):
-                ends[kind] += owned[1] - owned[0]
-        self.reset_weights()
 
-    def _shard(
-        self,
-        buffers: ChunkBuffers,
-        bucket: Bucket,
-        owned: tuple[int, int],
-        kinds: tuple[str, ...],
-        ends: dict[str, int],
-    ) -> BucketShard:
-        """One bucket's part, its state from where `ends` says that each kind's is used up."""
-        start, stop = owned
-        size = stop - start
-        param = buffers.params[start:stop]
-        master = self.master
-        weight = param if master is None else master[ends[""] : ends[""] + size]
-        states = {kind: self.states[kind][ends[kind] : ends[kind] + size] for kind in kinds}
-        return BucketShard(bucket, start, stop, param, weight, buffers.grads[start:stop], states)
+        # One tensor for each kind of state of all buckets, and one for the masters.
+        self.states: dict[str, Tensor] = {}
+        cuts: dict[str, Sequence[Tensor]] = {}
+        for kind in (*ADAMW_KINDS, *MUON_KINDS, EMA):
+            parts = [n if kind in has else 0 for n, has in zip(numels, kinds, strict=True)]
+            if any(parts):
+                dtype = wide if kind == EMA else options.moment_dtype or wide
+                self.states[kind] = torch.zeros(sum(parts), dtype=dtype, device=device)
+                cuts[kind] = torch.split(self.states[kind], parts)
+        self.master: Tensor | None = None
+        params = [buffers.params[start:stop] for start, stop in ranges]
+        weights: Sequence[Tensor] = params
+        if buffers.params.dtype != wide:
+            self.master = torch.zeros(sum(numels), dtype=wide, device=device)
+            weights = torch.split(self.master, numels)
+
+        # Each bucket has a part of every tensor of its kinds, in the order of the buckets.
+        self.shards: list[BucketShard] = []
+        for i, (bucket, (start, stop)) in enumerate(zip(buffers.buckets, ranges, strict=True)):
+            states = {kind: cuts[kind][i] for kind in kinds[i]}
+            param, grad = params[i], buffers.grads[start:stop]
+            self.shards.append(BucketShard(bucket, start, stop, param, weights[i], grad, states))
+        self.reset_weights()
 
     @torch.no_grad()
     def reset_weights(self) -> None:
@@ -195,7 +186,7 @@ class ChunkShard:
     def params_from_masters(self, whole_only: bool = False) -> None:
         """Round every master into the owned part of the parameters (nothing without masters).
 
-        whole_only: those of buckets of whole parameters, where the others are up to date.
+        whole_only: those of buckets of whole parameters alone; the others are up to date.
         """
         if self.master is not None:
             for shard in self.shards:

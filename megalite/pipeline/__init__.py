@@ -1,6 +1,10 @@
-"""The pipeline runtime: executes a schedule on this rank's model chunks."""
+"""The pipeline runtime: executes a schedule on this rank's model chunks.
 
+Reading order: runtime (set-up), interpreter (one pass through a program), channels (messages),
+chunk (the members that a model chunk must have).
+"""
+
+from megalite.pipeline.chunk import BoundarySpec, PipelineChunk
 from megalite.pipeline.runtime import PipelineRuntime
-from megalite.pipeline.stage import Boundary, Stage
 
-__all__ = ["Boundary", "PipelineRuntime", "Stage"]
+__all__ = ["BoundarySpec", "PipelineChunk", "PipelineRuntime"]

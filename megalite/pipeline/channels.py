@@ -1,8 +1,8 @@
 """Point-to-point transfers between pipeline ranks: one communicator per directed edge, no tags.
 
-Reading order: `Channels` (send, post a receive, finish), then `agree` (what the ranks compare
+Reading order: `Channels` (send, post a receive, finish), then `require_same_program` (checked
 before the first message, since a receive of the wrong size would abort the process or fill only a
-part of the buffer without a word). Decides nothing about order: the program does.
+part of the buffer without an error). The order of messages is the program's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megalite.distributed.clock import Clock, Mark, seconds_between
 from megalite.distributed.comm import Handle, all_gather_object, irecv, isend
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
-from megalite.pipeline.stage import Boundary
+from megalite.pipeline.chunk import BoundarySpec
 from megalite.schedules import Schedule
 
-# Sends kept under way. gloo calls a send done only once it has been waited for; so the oldest is
-# waited for when there are more, which a program that survives blocking sends can always afford.
+# Most sends in flight. On gloo a send is done only after a wait for it, so with more of them the
+# oldest is waited for. That cannot deadlock: programs are checked with sends that block.
 _MAX_SENDS = 32
 
 Edge = tuple[int, int]  # sending pipeline rank, receiving pipeline rank
@@ -29,7 +29,7 @@ Edge = tuple[int, int]  # sending pipeline rank, receiving pipeline rank
 class Channels:
     """This pipeline rank's ends of the channels over which boundary tensors travel."""
 
-    def __init__(self, mesh: Mesh, boundary: Boundary) -> None:
+    def __init__(self, mesh: Mesh, boundary: BoundarySpec) -> None:
         self.clock = Clock(mesh.device)
         self._mesh = mesh
         self._boundary = boundary
@@ -37,8 +37,9 @@ class Channels:
         self._waits: list[tuple[Mark, Mark]] = []  # in receives, since they were last taken
 
     def open(self, edges: list[Edge]) -> None:
-        """Make the communicators and pass one element over each, in the same order on all ranks,
-        so that none is set up lazily in an order that depends on timing.
+        """Make the communicators and pass one element over each, in the same order on all ranks.
+
+        Otherwise they would be set up at their first use, in an order that depends on timing.
         """
         if edges:
             self._mesh.create("channels")
@@ -67,7 +68,7 @@ class Channels:
         return message
 
     def finish(self) -> None:
-        """Wait for the sends that are still under way."""
+        """Wait for the sends that are still in flight."""
         while self._sends:
             self._sends.popleft().wait()
 
@@ -79,7 +80,7 @@ class Channels:
 
 
 def edges_of(schedule: Schedule) -> list[Edge]:
-    """Every directed channel a schedule needs, in an order that is the same on all ranks."""
+    """The directed channels that a schedule needs, in an order that is the same on all ranks."""
     edges: dict[Edge, None] = {}
     for before, after in zip(schedule.place, schedule.place[1:], strict=False):
         if before != after:
@@ -87,14 +88,12 @@ def edges_of(schedule: Schedule) -> list[Edge]:
     return list(edges)
 
 
-def agree(mesh: Mesh, boundary: Boundary, program: Schedule) -> None:
-    """Compare boundary and program over the pipeline ranks. All of them raise the same ConfigError
-    if any two differ, before a message could be misread.
-    """
-    what = f"p={program.p} v={program.v} m={program.m}, sha256 {program.digest[:16]}"
-    seen = all_gather_object(f"boundary {boundary}, schedule {what}", mesh.pp)
+def require_same_program(mesh: Mesh, boundary: BoundarySpec, program: Schedule) -> None:
+    """Raise the same ConfigError on all pipeline ranks if their boundaries or programs differ."""
+    schedule = f"p={program.p} v={program.v} m={program.m}, sha256 {program.digest[:16]}"
+    seen = all_gather_object(f"boundary {boundary}, schedule {schedule}", mesh.pp)
     if any(other != seen[0] for other in seen):
-        lines = [f"pipeline rank {pp}: {what}" for pp, what in enumerate(seen)]
+        lines = [f"pipeline rank {pp}: {setup}" for pp, setup in enumerate(seen)]
         raise ConfigError(
             "pipeline ranks were set up differently; start all of them with the same model, "
             "sequence length, micro batch, dtype and schedule:\n" + "\n".join(lines)

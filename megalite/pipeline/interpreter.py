@@ -1,10 +1,10 @@
 """One pass of one pipeline rank through its program: one method per kind of action.
 
-The program says what to do and in which order; nothing here knows which schedule it came from.
-Everything under way is kept in tables keyed by (stage, microbatch), which are empty again at the
-end. Builds no program and agrees on nothing (`runtime` does).
+The program is a list of actions in their order; no schedule has code of its own here. All that a
+later action needs is kept in tables keyed by (stage, microbatch), which are empty again at the end.
+Programs are built and compared in `runtime`.
 
-Freeing: after a forward only the edge into its graph and the input leaf are kept, the output lives
+Memory: after a forward only the edge into its graph and the input leaf are kept, and the output
 until its send is done. A received buffer is used by one microbatch only.
 """
 
@@ -23,7 +23,7 @@ from megalite.distributed.clock import Mark
 from megalite.distributed.comm import Handle
 from megalite.errors import ConfigError
 from megalite.pipeline.channels import Channels
-from megalite.pipeline.stage import Boundary, Stage
+from megalite.pipeline.chunk import BoundarySpec, PipelineChunk
 from megalite.schedules import Action, Schedule
 
 Key = tuple[int, int]  # stage, microbatch
@@ -31,47 +31,54 @@ Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What the runtime reports; a chunk is the index of a stage among those of its rank."""
+    """Functions that a pass calls; chunks are numbered on their rank, from 0.
 
-    on_last_backward_start: Callable[[int], None] | None = None  # chunk, before its last backward
-    on_reduce: Callable[[int], None] | None = None  # chunk, all its gradients are in
-    on_action: Callable[[Action], None] | None = None  # before every action: heartbeat, tests
+    on_last_backward_start: with a chunk, before its last backward of the step. on_reduce: with a
+    chunk whose gradients are complete. on_action: before every action.
+    """
+
+    on_last_backward_start: Callable[[int], None] | None = None
+    on_reduce: Callable[[int], None] | None = None
+    on_action: Callable[[Action], None] | None = None
 
 
 class Pass:
-    """Runs a program once; `train` keeps what its backwards need.
+    """Runs a program once.
 
-    `loss_scale`: the gradient that backward starts from, at the loss.
+    train: there are backwards, so that graphs and inputs are kept for them. loss_scale: the
+    gradient of the loss that a backward starts from.
     """
 
     def __init__(
         self,
         program: Schedule,
         pp_rank: int,
-        stages: Sequence[Stage],
+        chunks: Sequence[PipelineChunk],
         channels: Channels,
-        boundary: Boundary,
+        boundary: BoundarySpec,
         callbacks: Callbacks,
         *,
         train: bool,
         loss_scale: float = 1.0,
     ) -> None:
-        self.program = program
-        self.pp_rank = pp_rank
-        self.channels = channels
-        self.boundary = boundary
-        self.callbacks = callbacks
+        self.program, self.pp_rank = program, pp_rank
+        self.channels, self.boundary, self.callbacks = channels, boundary, callbacks
         self.train, self.loss_scale = train, loss_scale
         self.actions = program.ranks[pp_rank]
-        self.index = 0
+        stages = program.stages_of(pp_rank)
+        self._chunks = dict(zip(stages, chunks, strict=True))  # by stage
+        self._chunk_numbers = {stage: number for number, stage in enumerate(stages)}
+        self._last_stage = program.num_stages - 1
+        self._last_starts = last_backward_starts(self.actions)
+        self._recomputed = frozenset(action for action in self.actions if action.kind == "R")
+
+        # Read by the runtime: the place of a hang, the most memory, and a trace.
+        self.index = 0  # of the current action
         self.peak_live = 0  # most (stage, microbatch) pairs held between F and W
         self.marks: list[Mark] | None = None  # one before each action and one at the end
-        self.ready: dict[int, Mark] = {}  # action's index -> when its message was there
-        self._chunks = {stage: chunk for chunk, stage in enumerate(program.stages_of(pp_rank))}
-        self._stages = dict(zip(program.stages_of(pp_rank), stages, strict=True))
-        self._last_starts = last_backward_starts(self.actions)
-        self._last_stage = program.num_stages - 1
-        self._recomputed = frozenset(action for action in self.actions if action.kind == "R")
+        self.ready: dict[int, Mark] = {}  # by an action's index: the arrival of its message
+
+        # Results that later actions take; each is popped by the one action that needs it.
         self._live = 0
         self._edges: dict[Key, GradientEdge] = {}
         self._inputs: dict[Key, Tensor] = {}
@@ -81,6 +88,7 @@ class Pass:
         self._received: dict[Action, Handle] = {}
         self._losses: dict[int, Tensor] = {}
         self._micro_batches: Sequence[Any] = ()
+
         self._run = {
             "F": self._forward,
             "R": self._recompute,
@@ -95,7 +103,7 @@ class Pass:
         }
 
     def run(self, micro_batches: Sequence[Any], *, trace: bool) -> list[Tensor]:
-        """Losses per microbatch, detached, on the rank of the last stage; [] on the others."""
+        """Losses of the microbatches, detached, on the rank of the last stage; [] on the others."""
         self._micro_batches = micro_batches
         self.marks = [] if trace else None
         try:
@@ -114,7 +122,7 @@ class Pass:
         return [self._losses[mb] for mb in sorted(self._losses)]
 
     def where(self) -> str:
-        """The current action within its neighbours, for a person who looks at a hang."""
+        """The current action among its neighbours, as text."""
         first = max(0, self.index - 4)
         around = [
             f">>{action}<<" if index == self.index else str(action)
@@ -129,22 +137,26 @@ class Pass:
         if self.callbacks.on_action is not None:
             self.callbacks.on_action(action)
         if action in self._last_starts and self.callbacks.on_last_backward_start is not None:
-            self.callbacks.on_last_backward_start(self._chunks[action.stage])
+            self.callbacks.on_last_backward_start(self._chunk_numbers[action.stage])
 
     def _forward(self, action: Action) -> None:
+        # A leaf of its own, so that the backward ends here and leaves the gradient on it.
         key = (action.stage, action.mb)
         input_tD = self._take_input(action)
         if input_tD is not None and self.train:
             input_tD = input_tD.detach().requires_grad_()
             self._inputs[key] = input_tD
-        again = action._replace(kind="R") in self._recomputed
-        with torch.no_grad() if again else contextlib.nullcontext():
-            output = self._stages[action.stage].forward(input_tD, self._micro_batches[action.mb])
+
+        # A forward that is recomputed makes its graph then.
+        is_recomputed = action._replace(kind="R") in self._recomputed
+        with torch.no_grad() if is_recomputed else contextlib.nullcontext():
+            output = self._chunks[action.stage].forward(input_tD, self._micro_batches[action.mb])
         if self.train:
-            if not again:
+            if not is_recomputed:
                 self._edges[key] = get_gradient_edge(output)
             self._live += 1
             self.peak_live = max(self.peak_live, self._live)
+
         if action.stage == self._last_stage:
             self._check_loss(action, output)
             self._losses[action.mb] = output.detach()
@@ -155,10 +167,11 @@ class Pass:
     def _recompute(self, action: Action) -> None:
         """The forward again, with a graph this time; its output is the same and is dropped.
 
-        The loss is taken from here, where what training adds to it is in it.
+        The loss is not the same and is replaced: z-loss and smoothing are only in this one, because
+        they are added only while gradients are recorded.
         """
         key = (action.stage, action.mb)
-        output = self._stages[action.stage].forward(
+        output = self._chunks[action.stage].forward(
             self._inputs.get(key), self._micro_batches[action.mb]
         )
         self._edges[key] = get_gradient_edge(output)
@@ -184,7 +197,7 @@ class Pass:
 
     def _backward_input(self, action: Action) -> None:
         """The backward with the weight gradients queued instead of computed."""
-        store = self._stages[action.stage].grads
+        store = self._chunks[action.stage].grads
         queue: list[Callable[[], None]] = []
         store.deferred = queue
         try:
@@ -200,7 +213,7 @@ class Pass:
 
     def _reduce(self, action: Action) -> None:
         if self.callbacks.on_reduce is not None:
-            self.callbacks.on_reduce(self._chunks[action.stage])
+            self.callbacks.on_reduce(self._chunk_numbers[action.stage])
 
     def _send_output(self, action: Action) -> None:
         peer_pp = self.program.place[action.stage + 1]
@@ -215,7 +228,7 @@ class Pass:
         self._received[action] = self.channels.receive(peer_pp)
 
     def _take_input(self, action: Action) -> Tensor | None:
-        """None (first stage), the output of the chunk before on this rank, or a message."""
+        """None for the first stage, the previous stage's output if on this rank, or a message."""
         stage, mb = action.stage, action.mb
         if stage == 0:
             return None
@@ -224,7 +237,7 @@ class Pass:
         return self._arrived(Action("RF", stage, mb))
 
     def _take_output_grad(self, action: Action) -> Tensor:
-        """The loss scale at the loss, the next chunk's gradient on this rank, or a message."""
+        """The loss scale at the loss, the next stage's gradient if on this rank, or a message."""
         stage, mb = action.stage, action.mb
         if stage == self._last_stage:
             return torch.full_like(self._losses[mb], self.loss_scale)
@@ -233,7 +246,7 @@ class Pass:
         return self._arrived(Action("RB", stage, mb))
 
     def _arrived(self, receive: Action) -> Tensor:
-        """A message, waited for; a trace has the wait apart from the action it is for."""
+        """The message of a posted receive; a trace has the wait apart from the action itself."""
         message = self.channels.wait(self._received.pop(receive))
         if self.marks is not None:
             self.ready[self.index] = self.channels.clock.mark()
@@ -241,7 +254,7 @@ class Pass:
 
     def _check_output(self, action: Action, output: Tensor) -> None:
         if tuple(output.shape) != self.boundary.shape or output.dtype != self.boundary.dtype:
-            got = Boundary(tuple(output.shape), output.dtype)
+            got = BoundarySpec(tuple(output.shape), output.dtype)
             raise ConfigError(
                 f"stage {action.stage} returned {got}, but stages pass on {self.boundary}; "
                 "make the stage's output and the runtime's boundary the same"
@@ -260,10 +273,10 @@ class Pass:
 
 
 def last_backward_starts(actions: Sequence[Action]) -> frozenset[Action]:
-    """For each stage, the action from which on all weight gradients are of the last microbatch.
+    """For each stage, the action from which on all weight gradients are the step's last.
 
-    That is the last BW, or the last B if its W follows before any other of the stage; when
-    weight gradients are held back, earlier ones still come after the last B: then the last W.
+    It is the last BW; or the last B, if only its own W follows; or the last W, if weight gradients
+    of earlier microbatches are deferred until after the last B.
     """
     backwards: dict[int, list[Action]] = {}
     for action in actions:

@@ -1,8 +1,7 @@
 """Runs any pipeline schedule on this rank's model chunks: the same lines for every schedule.
 
-Reading order: here (set-up), `interpreter` (one pass), `channels` (messages), `stage` (what a
-model chunk must offer). Knows no model, optimizer or data: chunks and microbatches are passed in
-and looked at only through `Stage`. With one pipeline rank nothing is sent and the same lines run.
+Independent of model, optimizer and data: chunks are used through `PipelineChunk` alone, and
+microbatches are passed on to them. With one pipeline rank nothing is sent and the same lines run.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from torch import Tensor
 from megalite.distributed.clock import seconds_between
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
-from megalite.pipeline.channels import Channels, agree, edges_of
+from megalite.pipeline.channels import Channels, edges_of, require_same_program
+from megalite.pipeline.chunk import BoundarySpec, PipelineChunk
 from megalite.pipeline.interpreter import Callbacks, Pass
-from megalite.pipeline.stage import Boundary, Stage
 from megalite.schedules import (
     Action,
     Durations,
@@ -35,50 +34,57 @@ from megalite.schedules.simulate import TimedAction
 class PipelineRuntime:
     """A schedule, this rank's chunks of the model, and the channels to the neighbours.
 
-    `stages[chunk]` in the order of `schedule.stages_of(mesh.pp.rank)`. All ranks of the world make
-    it at the same point of their set-up. Raises ScheduleError if the schedule is not valid, and
-    ConfigError on all ranks of a pipeline if they disagree about boundary or schedule.
+    `chunks` are in the order of `schedule.stages_of(mesh.pp.rank)`; the callbacks are those of
+    `Callbacks`. All ranks of the world make it at the same point of their set-up. Raises
+    ScheduleError if the schedule is not valid, and ConfigError on all ranks of a pipeline if they
+    disagree about boundary or schedule.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        stages: Sequence[Stage],
+        chunks: Sequence[PipelineChunk],
         mesh: Mesh,
-        boundary: Boundary,
+        boundary: BoundarySpec,
         *,
         durations: Durations | None = None,
         on_last_backward_start: Callable[[int], None] | None = None,
         on_reduce: Callable[[int], None] | None = None,
         on_action: Callable[[Action], None] | None = None,
     ) -> None:
-        if schedule.p != mesh.pp.size or len(stages) != schedule.v:
+        if schedule.p != mesh.pp.size or len(chunks) != schedule.v:
             raise ConfigError(
                 f"the schedule is for {schedule.p} pipeline ranks with {schedule.v} chunks each, "
-                f"got {mesh.pp.size} ranks and {len(stages)} chunks; make parallel.pp and vpp agree"
+                f"got {mesh.pp.size} ranks and {len(chunks)} chunks; make parallel.pp and vpp agree"
             )
         self.schedule = schedule
-        self.wait_s = 0.0  # seconds the last run waited in receives
-        self.peak_live = 0  # most (stage, microbatch) pairs the last run held between F and W
-        self.trace: list[TimedAction] = []  # of the last run, seconds from its start, if asked for
-        self._stages = stages
-        self._mesh = mesh
-        self._boundary = boundary
+
+        # Of the last run.
+        self.wait_s = 0.0  # seconds of waiting in receives
+        self.peak_live = 0  # most (stage, microbatch) pairs held between F and W
+        self.trace: list[TimedAction] = []  # seconds from the start; empty unless asked for
+
+        self._chunks, self._mesh, self._boundary = chunks, mesh, boundary
         self._callbacks = Callbacks(on_last_backward_start, on_reduce, on_action)
         self._channels = Channels(mesh, boundary)
         self._pass: Pass | None = None
-        self._forward_programs: dict[int, Schedule] = {}
+        self._forward_programs: dict[int, Schedule] = {}  # by number of microbatches
+
+        # All ranks compare their programs before the first of them waits for a message.
         self._program = self._checked(lower(schedule, durations), forward_only=False)
         self._channels.open(edges_of(schedule))
 
     def run(
         self, micro_batches: Sequence[Any], *, loss_scale: float = 1.0, trace: bool = False
     ) -> list[Tensor]:
-        """Forward and backward of one step. Returns the detached loss share of each microbatch on
-        the rank of the last stage, [] on the others; gradients are those of the loss times
-        `loss_scale`, the loss is not scaled. `trace` fills `self.trace`; what an action waited for
-        comes before its start. An error carries the program around the action it met as a note;
-        messages may then be left in the channels, so with several ranks the processes must end.
+        """Run forward and backward of one step.
+
+        Returns the detached loss share of each microbatch on the rank of the last stage, [] on the
+        others. Gradients are those of the loss times `loss_scale`; the loss is not scaled. `trace`
+        fills `self.trace`, where an action starts once its message has arrived.
+
+        An error has a note with the program around the current action. Messages may then be left in
+        the channels, so with several ranks the processes must end.
         """
         if len(micro_batches) != self.schedule.m:
             raise ConfigError(
@@ -98,7 +104,7 @@ class PipelineRuntime:
             return self._run(program, micro_batches, train=False, trace=trace)
 
     def where(self) -> str:
-        """What this rank is doing, with the program around it; callable from another thread."""
+        """The current action among its neighbours, as text; callable from another thread."""
         current = self._pass
         return "pipeline: not running" if current is None else current.where()
 
@@ -114,7 +120,7 @@ class PipelineRuntime:
         current = self._pass = Pass(
             program,
             self._mesh.pp.rank,
-            self._stages,
+            self._chunks,
             self._channels,
             self._boundary,
             self._callbacks,
@@ -122,6 +128,8 @@ class PipelineRuntime:
             loss_scale=loss_scale,
         )
         losses = current.run(micro_batches, trace=trace)
+
+        # Not after an error: then `where` still describes the action that raised it.
         self._pass = None
         self.peak_live = current.peak_live
         self.wait_s = self._channels.take_wait_s()
@@ -135,20 +143,19 @@ class PipelineRuntime:
         return self._forward_programs[num_micro_batches]
 
     def _checked(self, program: Schedule, *, forward_only: bool) -> Schedule:
-        """The program to run, proven on its own and compared over the pipeline.
-
-        Posting a receive costs the host 0.2-0.4 ms on gloo, so there it is done ahead. On a GPU it
-        costs nothing, but a waiting receive holds multiprocessors; it stays where it is.
-        """
+        """The program to run, proven on its own and compared over the pipeline."""
         check_program(program, forward_only=forward_only)
         if self._mesh.device.type == "cpu":
+            # Posting a receive costs the host 0.2-0.4 ms on gloo, so it is done ahead. On a GPU it
+            # costs nothing, but a posted receive occupies multiprocessors, so it stays in place.
             program = post_ahead(program)
             check_posted(program)
-        agree(self._mesh, self._boundary, program)
+        require_same_program(self._mesh, self._boundary, program)
         return program
 
 
 def _spans(finished: Pass) -> list[TimedAction]:
+    """Start and end of each action, in seconds from the start of the pass."""
     assert finished.marks is not None
     begin, *ends = finished.marks
     spans, before = [], begin

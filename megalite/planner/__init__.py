@@ -1,6 +1,10 @@
-"""What a run takes before it runs: stages, parameters and bytes of every rank. Knows no torch."""
+"""A run's memory, planned without torch: bytes of weights, states and activations of every rank.
 
-from megalite.planner.activations import held_by as held_by
+Reading order: states (weights, gradients, optimizer), activations (one microbatch of a stage),
+memory (both together, over a schedule).
+"""
+
+from megalite.planner.activations import microbatch_bytes as microbatch_bytes
 from megalite.planner.memory import RankMemory as RankMemory
 from megalite.planner.memory import beside_tensors as beside_tensors
 from megalite.planner.memory import rank_memory as rank_memory

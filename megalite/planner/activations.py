@@ -1,17 +1,19 @@
-"""What one microbatch of a stage holds on a rank, in bytes, counted tensor by tensor.
+"""The memory of one microbatch of a stage on a rank, in bytes, counted tensor by tensor.
 
 Shapes: T tokens of the microbatch; t = T / tp under sequence parallelism, else T; D model; n, k and
 f = query heads, key/value heads and feed-forward width of this rank; H head dim.
 A layer keeps, in elements (Korthikanti et al., arXiv 2205.05198, counted for these layers):
 
-    4 t D     what the two norms take and give       T (n + 2k) H   turned queries and keys, values
-    T n H     attention's output                     T f or 2 T f   what the activation takes
-    T f       what that gives
+    4 t D            inputs and outputs of the two norms
+    T (n + 2k) H     rotated queries and keys, and values
+    T n H            output of attention
+    T f or 2 T f     input of the activation (2 T f where it is gated)
+    T f              output of the activation
 
-and statistics of norms and softmax in float32. "selective" keeps the heads as the projection gave
-them, and leaves out softmax statistics and what the activation gives; "full" keeps t D, the layer's
-input. Attention is counted as a kernel that never stores scores; on the CPU, windows and dropped
-attention weights take more.
+and statistics of norms and softmax in float32. "selective" keeps the heads before rotation, and
+leaves out softmax statistics and the activation's output; "full" keeps t D, the layer's input.
+Attention is counted as a kernel that never stores scores; on the CPU, windows and dropped attention
+weights take more.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from megalite.config import RunConfig
 from megalite.planner.states import BYTES, sum_bytes
 from megalite.run.parameters import ModelStage
 
-_BLOCK_ELEMENTS = 1 << 19  # that plain torch works on at a time
-_ROW_BYTES = 9  # of a token: its int64 row of the embedding, and whether that is here
+_BLOCK_ELEMENTS = 1 << 19  # of the activation's input, that plain torch works on at a time
+_ROW_BYTES = 9  # of a token's lookup in the embedding: int64 row, and a bool: on this rank
 
 
 @dataclass(frozen=True)
-class KeptBytes:
+class MicrobatchBytes:
     """Bytes of one microbatch of a stage.
 
-    activations: from its forward to its input gradient. checkpoint: in their place from its forward
-    to its recomputation, if the schedule has one. deferred: from its input gradient to its weight
-    gradient, where the two are split. working: what a backward takes at most beside these.
-    messages: what arrives and leaves meanwhile, of any microbatch.
+    activations: kept from its forward to its input gradient. checkpoint: kept instead of them from
+    its forward to its recomputation, if the schedule has one. deferred: kept from its input
+    gradient to its weight gradient, where the two are split. working: the most that a backward
+    allocates beside these. messages: tensors received and sent meanwhile, of any microbatch.
     """
 
     activations: int
@@ -45,33 +47,37 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements of the tensors of a rank, by name."""
+    """Numbers of elements of a rank's tensors, and of its tokens and heads."""
 
-    hidden: int  # of the rank's tokens, [t, D]
-    gathered: int  # of all tokens, [T, D]
-    packed: int
-    normed_heads: int  # queries and keys
-    context: int
-    before: int  # what the activation takes
-    after: int
-    logits: int
-    tokens: int
+    hidden: int  # [t, D]
+    gathered_hidden: int  # [T, D]
+    qkv: int  # [T, (n + 2k) H], queries, keys and values, packed or apart
+    head_norms: int  # [T, n + k], a statistic for each query and key head
+    attention_output: int  # [T, n H]
+    activation_input: int  # [T, f], or [T, 2 f] where it is gated
+    activation_output: int  # [T, f]
+    logits: int  # [T, V / tp]
+    tokens: int  # T
     own_tokens: int  # t
-    heads: int
+    heads: int  # n
 
 
-def held_by(config: RunConfig, stage: ModelStage) -> KeptBytes:
-    """Of a stage of a resolved config."""
+def microbatch_bytes(config: RunConfig, stage: ModelStage) -> MicrobatchBytes:
+    """The bytes of one microbatch of a stage; the config must be resolved."""
     size, element = _sizes(config), BYTES[config.train.dtype]
-    kept = "none" if config.train.recompute == "stage" else config.train.recompute
+    recompute = "none" if config.train.recompute == "stage" else config.train.recompute
     layers = len(stage.layers)
+
+    # A weight gradient needs the product's input and its output's gradient, until it is computed.
     deferred = layers * element * _deferred_elements(size)
     if stage.first:
-        deferred += element * size.gathered + _ROW_BYTES * size.tokens
+        deferred += element * size.gathered_hidden + _ROW_BYTES * size.tokens
     if stage.last and not config.train.loss_chunk_tokens:
-        deferred += element * (size.logits + size.gathered)
-    return KeptBytes(
-        activations=layers * _layer_bytes(config, size, kept) + _end_bytes(config, size, stage),
+        deferred += element * (size.logits + size.gathered_hidden)
+
+    return MicrobatchBytes(
+        activations=layers * _layer_bytes(config, size, recompute)
+        + _end_bytes(config, size, stage),
         checkpoint=0 if stage.first else element * size.hidden,
         deferred=deferred,
         working=max(
@@ -91,12 +97,12 @@ def _sizes(config: RunConfig) -> _Sizes:
     ffn, head = model.ffn_hidden_size // tp, model.head_size
     return _Sizes(
         hidden=own * model.hidden_size,
-        gathered=tokens * model.hidden_size,
-        packed=tokens * (heads + 2 * groups) * head,
-        normed_heads=tokens * (heads + groups),
-        context=tokens * heads * head,
-        before=tokens * ffn * (2 if model.gated else 1),
-        after=tokens * ffn,
+        gathered_hidden=tokens * model.hidden_size,
+        qkv=tokens * (heads + 2 * groups) * head,
+        head_norms=tokens * (heads + groups),
+        attention_output=tokens * heads * head,
+        activation_input=tokens * ffn * (2 if model.gated else 1),
+        activation_output=tokens * ffn,
         logits=tokens * model.padded_vocab_size // tp,
         tokens=tokens,
         own_tokens=own,
@@ -111,29 +117,29 @@ def _statistics(config: RunConfig, size: _Sizes) -> int:
 
 
 def _layer_bytes(config: RunConfig, size: _Sizes, recompute: str) -> int:
-    """What a layer keeps of a microbatch."""
+    """Bytes that a layer keeps of a microbatch for its backward."""
     element, wide = BYTES[config.train.dtype], sum_bytes(config.train.dtype)
     if recompute == "full":
         return element * size.hidden
-    elements = 4 * size.hidden + size.packed + size.context + size.before
+    elements = 4 * size.hidden + size.qkv + size.attention_output + size.activation_input
     statistics = 2 * _statistics(config, size)
     if recompute == "none":
-        elements += size.after
+        elements += size.activation_output
         statistics += size.heads * size.tokens * wide
-        if config.model.qk_norm:  # what it takes, packed, and a number a query and key head
-            elements += size.packed
-            statistics += size.normed_heads * wide
+        if config.model.qk_norm:  # the packed heads before the norm, beside those after it
+            elements += size.qkv
+            statistics += size.head_norms * wide
     masks = 2 * size.hidden if _keeps_masks(config, config.model.residual_dropout) else 0
     return element * elements + statistics + masks
 
 
 def _keeps_masks(config: RunConfig, probability: float) -> bool:
-    """Plain torch keeps masks of dropout, a byte each; Triton draws them again."""
+    """True if dropout keeps its masks, a byte an element: plain torch does, Triton redraws them."""
     return probability > 0 and config.kernels.backend == "reference"
 
 
 def _end_bytes(config: RunConfig, size: _Sizes, stage: ModelStage) -> int:
-    """What embedding, final norm, head and loss keep of a microbatch."""
+    """Bytes that embedding, final norm, head and loss keep of a microbatch for their backwards."""
     element, wide = BYTES[config.train.dtype], sum_bytes(config.train.dtype)
     total = 0
     if stage.first:
@@ -150,40 +156,50 @@ def _end_bytes(config: RunConfig, size: _Sizes, stage: ModelStage) -> int:
 
 
 def _deferred_elements(size: _Sizes) -> int:
-    """Of a layer's four products: what each took, and the gradient of what it gave."""
-    taken = 2 * size.gathered + size.context + size.after
-    given = size.packed + 2 * size.gathered + size.before
-    return taken + given
+    """Elements of the inputs of a layer's four products, and of their outputs' gradients."""
+    inputs = 2 * size.gathered_hidden + size.attention_output + size.activation_output
+    output_grads = size.qkv + 2 * size.gathered_hidden + size.activation_input
+    return inputs + output_grads
 
 
 def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:
-    """While a feed-forward block goes back: gradients of its output, activation and input.
+    """The most bytes that a layer's backward allocates: in the feed-forward block or in attention.
 
-    Or while attention does, which has more of them but comes when what that block kept is free.
+    Attention's backward has more tensors, but it runs when those that the block kept are free.
     """
     recompute, element = config.train.recompute, BYTES[config.train.dtype]
-    # The gradient of what the activation took is written over that itself.
+
+    # Feed-forward block: gradients of its output, and of the activation's output or its own input.
+    # The gradient of the activation's input is written over that input.
     room = _reference_room(config, size) if config.kernels.backend == "reference" else 0
-    elements = size.hidden + max(size.after + room // element, size.gathered)
+    elements = size.hidden + max(size.activation_output + room // element, size.gathered_hidden)
     if config.model.residual_dropout:
-        elements += size.hidden  # the output's gradient as dropout lets it through
+        elements += size.hidden  # the output's gradient after dropout's backward
     if config.parallel.sequence_parallel:
-        elements += size.gathered  # the output's gradient of all tokens
+        elements += size.gathered_hidden  # the output's gradient of all tokens
     if recompute == "selective":
-        elements += size.after
+        elements += size.activation_output  # computed again
     # The mask of the block's dropout is free by then.
     mask = size.hidden if _keeps_masks(config, config.model.residual_dropout) else 0
-    free = 2 * size.hidden + size.before + (size.after if recompute != "selective" else 0)
-    heads = size.packed + size.context  # once more where turned heads are made again
-    attention = size.hidden + heads * (2 if recompute == "selective" else 1) + size.context - free
-    again = _layer_bytes(config, size, "none") - element * size.hidden
+
+    # Attention: gradients of its output and of the heads, which are rotated again if "selective".
+    free = 2 * size.hidden + size.activation_input
+    heads = size.qkv + size.attention_output
+    attention = size.hidden + heads + size.attention_output - free
+    if recompute == "selective":
+        attention += heads
+    else:
+        attention -= size.activation_output
+
     working = max(element * elements - mask, element * attention)
-    return working + (again if recompute == "full" else 0)
+    if recompute == "full":  # the layer's forward again, of which the input was kept
+        working += _layer_bytes(config, size, "none") - element * size.hidden
+    return working
 
 
 def _reference_room(config: RunConfig, size: _Sizes) -> int:
-    """Bytes in which plain torch works on a block of the activation's input."""
-    ffn, wide = size.after // size.tokens, sum_bytes(config.train.dtype)
+    """Bytes that plain torch allocates for a block of the activation's input."""
+    ffn, wide = size.activation_output // size.tokens, sum_bytes(config.train.dtype)
     widened = wide > BYTES[config.train.dtype]
     if config.model.gated:
         whole = min(2 * ffn, -(-ffn // 32) * 32)
@@ -195,23 +211,26 @@ def _reference_room(config: RunConfig, size: _Sizes) -> int:
 
 
 def _head_working_bytes(config: RunConfig, size: _Sizes) -> int:
-    """The gradient of what the head takes, and a chunk of both where logits come in chunks.
+    """Bytes of the gradient of the head's input.
 
-    Of a chunk's tokens also five numbers: labels, what their gradients are multiplied by, the like.
+    Where logits are computed in chunks, also a chunk of logits and of that gradient, and five
+    numbers of 8 bytes for each of its tokens (label, upstream gradient and the like).
     """
     chunk = min(size.tokens, config.train.loss_chunk_tokens)
     parts = 2 if config.parallel.sequence_parallel else 1
-    elements = parts * size.gathered + (size.logits + size.gathered) * chunk // size.tokens
+    elements = (
+        parts * size.gathered_hidden + (size.logits + size.gathered_hidden) * chunk // size.tokens
+    )
     return BYTES[config.train.dtype] * elements + 5 * 8 * chunk
 
 
 def _embedding_working_bytes(config: RunConfig, size: _Sizes) -> int:
-    """The gradient of its rows, of all tokens too where they were gathered."""
-    gathered = size.gathered if config.parallel.sequence_parallel else 0
+    """Bytes of the output's gradient, and of all tokens' where sequence parallelism gathers it."""
+    gathered = size.gathered_hidden if config.parallel.sequence_parallel else 0
     return BYTES[config.train.dtype] * (size.hidden + gathered)
 
 
 def _message_bytes(config: RunConfig, size: _Sizes, stage: ModelStage) -> int:
-    """Boundary tensors on their way: one that arrives and one that leaves, for each neighbour."""
+    """Bytes of the messages in flight: one received and one sent, for each neighbour."""
     neighbours = (not stage.first) + (not stage.last)
     return 2 * neighbours * BYTES[config.train.dtype] * size.hidden

@@ -1,9 +1,9 @@
-"""Bytes of each pipeline rank over a step: states, and what its schedule holds of microbatches.
+"""Bytes of each pipeline rank over a step: its states, and the activations of its schedule.
 
-Ranks of one pipeline rank are alike: tensor parallelism cuts evenly, and so does ZeRO. Counted are
-tensors. A GPU's process takes more, which `beside_tensors` estimates: CUDA's context and libraries
-and the buffers of communicators (1 to 3 GiB in published runs), and memory that the allocator has
-but cannot use (2 to 9 % of the tensors).
+All ranks with one pipeline coordinate are alike: tensor parallelism cuts evenly, and so does ZeRO.
+Only tensors are counted. `beside_tensors` estimates what else a GPU's process takes: CUDA's context
+and libraries and the buffers of communicators (1 to 3 GiB in published runs), and memory that the
+allocator has but cannot use (2 to 9 % of the tensors).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config import RunConfig
-from megalite.planner.activations import held_by
+from megalite.planner.activations import microbatch_bytes
 from megalite.planner.states import States, rank_states
 from megalite.run.parameters import ModelStage
 from megalite.schedules import Schedule, Timeline
@@ -21,8 +21,10 @@ from megalite.schedules.memory import MicrobatchMemory, memory_over_time, peak_m
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. `activations`: the most that its schedule holds at once, with weight
-    gradients that are put off; `working`: what a backward, and messages, take beside that.
+    """Bytes on one rank.
+
+    activations: the most that its schedule holds at once, with the inputs of weight gradients that
+    are deferred. working: the most that a backward, and messages, take beside them.
     """
 
     states: States
@@ -31,7 +33,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The most at any time, if all of it meets."""
+        """An upper bound on the bytes at any time: the sum of all parts."""
         states = self.states
         kept = states.weights + states.gradients + states.optimizer
         return kept + self.activations + self.working
@@ -41,21 +43,25 @@ _CONTEXT_BYTES, _FRAGMENTATION = 2 * 2**30, 0.05
 
 
 def beside_tensors(total: int) -> int:
-    """An estimate of the bytes that a GPU's process takes beside so many bytes of tensors."""
+    """An estimate of the bytes that a GPU's process takes beside `total` bytes of tensors."""
     return _CONTEXT_BYTES + round(_FRAGMENTATION * total)
 
 
 def rank_memory(
     config: RunConfig, stages: Sequence[ModelStage], schedule: Schedule, timeline: Timeline
 ) -> list[RankMemory]:
-    """Of every pipeline rank of a resolved config, in order; `timeline` is of its schedule."""
-    held = [held_by(config, stage) for stage in stages]
-    weights = tuple(MicrobatchMemory(h.activations, h.checkpoint, h.deferred) for h in held)
-    lines = memory_over_time(schedule, timeline, weights)
+    """The memory of every pipeline rank, in order.
+
+    The config must be resolved, `schedule` be its schedule and `timeline` the schedule's.
+    """
+    by_stage = [microbatch_bytes(config, stage) for stage in stages]
+    kept = tuple(MicrobatchMemory(b.activations, b.checkpoint, b.deferred) for b in by_stage)
     ranks = []
-    for rank, line in enumerate(lines):
+    for rank, activations in enumerate(memory_over_time(schedule, timeline, kept)):
         mine = schedule.stages_of(rank)
         states = rank_states(config, [stages[s] for s in mine])
-        working = max(held[s].working for s in mine) + sum(held[s].messages for s in mine)
-        ranks.append(RankMemory(states, round(peak_memory(line)), working))
+
+        # Only one backward runs at a time, but messages of all chunks may be in flight.
+        working = max(by_stage[s].working for s in mine) + sum(by_stage[s].messages for s in mine)
+        ranks.append(RankMemory(states, round(peak_memory(activations)), working))
     return ranks

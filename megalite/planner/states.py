@@ -18,7 +18,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of an eleme
 
 
 def sum_bytes(dtype: str) -> int:
-    """Of an element of what sums: main gradients, masters, statistics of norms."""
+    """Bytes of an element of the tensors that sum: main gradients, masters, norms' statistics."""
     return 8 if dtype == "float64" else 4
 
 
@@ -33,7 +33,7 @@ class States:
 
 
 def rank_states(config: RunConfig, chunks: Sequence[ModelStage]) -> States:
-    """Of a rank that holds these chunks; `parallel.dp` must be set."""
+    """The states of a rank that holds `chunks`; the config must be resolved."""
     each = [_chunk_states(config, chunk) for chunk in chunks]
     return States(
         sum(s.num_parameters for s in each),
@@ -45,7 +45,7 @@ def rank_states(config: RunConfig, chunks: Sequence[ModelStage]) -> States:
 
 def _chunk_states(config: RunConfig, chunk: ModelStage) -> States:
     optimizer, parallel = config.optimizer, config.parallel
-    assert parallel.dp is not None, "a resolved config says how many replicas there are"
+    assert parallel.dp is not None, "a resolved config has the number of replicas"
     topology, sharded = Topology.of(parallel), optimizer.zero == 1
     width, wide = BYTES[config.train.dtype], sum_bytes(config.train.dtype)
 
@@ -54,7 +54,7 @@ def _chunk_states(config: RunConfig, chunk: ModelStage) -> States:
     items = [bucket_item(spec, rule_of(spec, optimizer), topology, sharded) for spec in specs]
     plans = plan_chunk(items, int(optimizer.bucket_mb * 2**20) // wide)
 
-    # AdamW has two moments of an element, Muon one; all of it only for what this rank owns.
+    # AdamW has two moments of an element, Muon one; a rank has them for the elements it owns.
     stored = plans[-1].stop if plans else 0
     beside = wide * ((width != wide) + (optimizer.ema_decay is not None))
     moment, owned_bytes = _moment_bytes(optimizer, wide), 0
@@ -66,5 +66,5 @@ def _chunk_states(config: RunConfig, chunk: ModelStage) -> States:
 
 
 def _moment_bytes(optimizer: OptimizerConfig, wide: int) -> int:
-    """ "float32" means as wide as the main gradients."""
+    """Bytes of an element of a moment; "float32" stands for the main gradients' type."""
     return wide if optimizer.moment_dtype == "float32" else BYTES[optimizer.moment_dtype]

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
-from megalite.optim.state import StateTensor
-from megalite.optim.zero1 import DistributedOptimizer, StepResult
+from megalite.optim.distributed_optimizer import DistributedOptimizer, StepResult
+from megalite.optim.state_tensors import StateTensor
 
 # columns of the sums over all ranks
 _SUM, _SQUARES, _GRAD_SQUARES, _UPDATE_SQUARES, _BEFORE_SQUARES = range(5)

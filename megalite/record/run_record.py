@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import RunConfig
-from megalite.optim.state import MemoryReport
-from megalite.optim.zero1 import StepResult
+from megalite.optim.distributed_optimizer import StepResult
+from megalite.optim.state_tensors import MemoryReport
 from megalite.process.determinism import determinism
 from megalite.record import metrics
 from megalite.record.metrics import Device

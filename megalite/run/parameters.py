@@ -1,8 +1,8 @@
-"""The parameters of a model, stage by stage: the one list that all others follow.
+"""The parameters of a model, stage by stage: the only list of them.
 
 The model builds its layers from these specs, the planner lays them out, `model_math` counts them,
 and initial values, weight decay, tensor-parallel cuts and groups of statistics are their fields. A
-new parameter is a line here and a layer in `megalite.model` that uses it. Knows no torch.
+new parameter is a line here and a layer in `megalite.model` that uses it. Imports no torch.
 
 Shapes: D hidden, F feed-forward, N query heads, K key/value heads of g = N / K query heads each, H
 head dim, V padded vocabulary. Standard deviations as in GPT-2 and Megatron-LM: `init_std`, output
@@ -26,12 +26,11 @@ Tying = Literal["no", "within", "beside", "copied"]
 
 @dataclass(frozen=True)
 class ModelStage:
-    """A chunk of the model on one pipeline rank: its layers, and which ends of the model it has.
+    """A pipeline stage: its rank, its layers, and whether it is the first or last of the model.
 
-    tied: where the two uses of a tied embedding are that this stage has a part in. "no": untied, or
-    a middle stage; "within": both in this stage; "beside": first and last stage are two chunks of
-    one rank, which holds the weight once, in the first; "copied": they lie on two ranks, each with
-    a copy.
+    tied: the place of a tied embedding's two uses, in the first and the last stage. "no": untied,
+    or a middle stage; "within": this stage is both; "beside": they are two chunks of one rank,
+    which holds the weight once, in the first; "copied": they are on two ranks, each with a copy.
     """
 
     rank: int
@@ -52,8 +51,8 @@ def stage_parameters(
 ) -> list[ShardSpec]:
     """The parameters that a stage holds, in order of first use.
 
-    sequence_parallel: each tp rank sees its own tokens only, so that gradients of what all of them
-    hold are partial sums.
+    sequence_parallel: each tp rank has its own tokens only, so that the gradients of parameters
+    that all of them hold are partial sums.
     """
     specs: list[ShardSpec] = []
     if stage.first:
@@ -66,8 +65,11 @@ def stage_parameters(
                     "position.weight", shape, role="positions", init=init, partial=sequence_parallel
                 )
             )
+
     for layer in stage.layers:
         specs += layer_parameters(model, layer, sequence_parallel)
+
+    # Of a tied weight only a copy on another rank is listed here; it counts in the first stage.
     if stage.last:
         specs += _norm(model, "final_norm", None, sequence_parallel)
         if stage.tied == "no":
@@ -111,7 +113,7 @@ def layer_parameters(
 
 
 def _table(model: ModelConfig, name: str, role: Role) -> ShardSpec:
-    """A vocabulary's table [V, D], cut by rows; what pads the vocabulary starts as 0."""
+    """A vocabulary's table [V, D], cut by rows; rows that pad the vocabulary start as 0."""
     shape = (model.padded_vocab_size, model.hidden_size)
     return ShardSpec(
         name, shape, 0, role=role, init=Init(model.init_std), num_true_rows=model.vocab_size
@@ -119,7 +121,7 @@ def _table(model: ModelConfig, name: str, role: Role) -> ShardSpec:
 
 
 def _embedding(model: ModelConfig, stage: ModelStage) -> ShardSpec:
-    """The embedding; used by the head, too, where it is tied and the stage is first and last."""
+    """The embedding; a tied one gets two contributions a microbatch if the head is in `stage`."""
     spec = _table(model, "embedding.weight", "embedding")
     return replace(
         spec, tied=stage.tied == "copied", contributions=2 if stage.tied == "within" else 1
@@ -134,6 +136,7 @@ def _norm(model: ModelConfig, name: str, layer: int | None, partial: bool) -> It
 
 
 def _norm_vector(name: str, layer: int | None, size: int, start: float, partial: bool) -> ShardSpec:
+    """A norm's weight or bias; all elements start as `start`."""
     return ShardSpec(
         name,
         (size,),

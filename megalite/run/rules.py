@@ -1,7 +1,8 @@
-"""Which algorithm, rate and decay each parameter has: one rule a parameter, from its name.
+"""The optimizer's rule for each parameter: algorithm, learning rate and decay, from its name.
 
 Without groups every parameter has the schedule's rate, 1-D parameters no decay, and under Muon the
-hidden matrices (`spec.matrices`) go to Muon. `optimizer.groups` are the exceptions. Knows no torch.
+hidden matrices (`spec.matrices`) are updated by Muon and all others by AdamW. `optimizer.groups`
+are the exceptions. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megalite.layout.topology import Topology
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is updated; `lr_scale` multiplies the schedule's rate."""
+    """The update of one parameter; `lr_scale` multiplies the schedule's rate."""
 
     algorithm: Literal["adamw", "muon"] = "adamw"
     lr_scale: float = 1.0
@@ -27,7 +28,7 @@ class Rule:
 
 
 def bucket_item(spec: ShardSpec, rule: Rule, topology: Topology, sharded: bool) -> BucketItem:
-    """A parameter as the optimizer and the planner lay it out; `sharded` is ZeRO."""
+    """A parameter's bucket item, for optimizer and planner; `sharded`: ZeRO-1 spreads its state."""
     numel = prod(spec.local_shape(topology.size(spec.grid.cut_axis)))
     replicas = topology.size(spec.grid.replica_axis)
     owners = replicas if sharded else 1

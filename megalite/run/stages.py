@@ -1,6 +1,6 @@
-"""The pipeline stages of a run: how layers are spread over pp * vpp of them.
+"""The pipeline stages of a run: the spread of its layers over pp * vpp stages.
 
-Pure arithmetic; builds no layers. Which rank a stage is on is its schedule's to say.
+Pure arithmetic; builds no layers. The placement of stages on ranks comes from the schedule.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from megalite.run.model_math import forward_flops
 from megalite.run.parameters import ModelStage, Tying
 
 
-def stages_of(config: RunConfig, place: Sequence[int]) -> list[ModelStage]:
-    """All stages in model order; stage s is on pipeline rank place[s]. Raises ConfigError."""
+def stages_of(config: RunConfig, placement: Sequence[int]) -> list[ModelStage]:
+    """All stages in model order; stage s is on pipeline rank placement[s].
+
+    Raises ConfigError if the layers do not fit the stages.
+    """
     counts = stage_layer_counts(config)
     last = len(counts) - 1
-    at_ends: Tying = "no"
-    if config.model.tie_embeddings:
-        at_ends = "within" if last == 0 else "beside" if place[0] == place[last] else "copied"
-    return [
-        ModelStage(
-            rank,
-            range(stop - count, stop),
-            first=stage == 0,
-            last=stage == last,
-            tied=at_ends if stage in (0, last) else "no",
-        )
-        for stage, (rank, count, stop) in enumerate(
-            zip(place, counts, accumulate(counts), strict=True)
-        )
-    ]
+    tying: Tying = "copied"
+    if not config.model.tie_embeddings:
+        tying = "no"
+    elif last == 0:
+        tying = "within"
+    elif placement[0] == placement[last]:
+        tying = "beside"
+
+    stages = []
+    for stage, (rank, count, stop) in enumerate(
+        zip(placement, counts, accumulate(counts), strict=True)
+    ):
+        first, is_last = stage == 0, stage == last
+        tied = tying if first or is_last else "no"
+        stages.append(ModelStage(rank, range(stop - count, stop), first, is_last, tied))
+    return stages
 
 
 def stage_layer_counts(config: RunConfig) -> list[int]:
@@ -62,7 +66,7 @@ def spread_layers(num_layers: int, extra: list[float]) -> list[int]:
 
     Each layer goes to the stage with the least load so far, which is optimal for equal layers.
     Ties go to middle stages from the back, then the first, then the last stage: the first keeps
-    the most microbatches alive and the last has the head, whether or not `extra` says so.
+    the most microbatches alive and the last has the head, whether or not `extra` counts it.
     """
     num_stages = len(extra)
     order = [*range(num_stages - 2, 0, -1), 0, num_stages - 1][:num_stages]

@@ -1,4 +1,4 @@
-"""What the layers of a chunk share: the tp axis, numbers, kernels, and the gradient store."""
+"""The context that the layers of a chunk share: tp axis, dtype, kernels and gradient store."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalite.tensor_parallel.grads import GradStore
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Where the layers of one chunk compute, in what type, by what, and over which ranks.
+    """Ranks, dtype, device and kernels of the layers of one chunk.
 
     sequence_parallel: activations between layers are sharded over tokens.
     overlap: the input gradient's collective is in flight during the weight gradient (same bits).
     ops: the kernels that compute everything between the collectives.
-    grads: where the chunk's weight gradients go.
+    grads: the store of the chunk's weight gradients.
     """
 
     tp: Axis
@@ -39,7 +39,7 @@ class LayerContext:
 
 
 class ShardedModule(nn.Module):
-    """A layer that knows the specs of its own parameters (attribute name -> spec)."""
+    """A layer with `specs` of its own parameters, by attribute name."""
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class ShardedModule(nn.Module):
         return param
 
     def add_optional_parameter(self, attribute: str, spec: ShardSpec | None) -> nn.Parameter | None:
-        """The same, or None for a layer that has no such parameter."""
+        """As `add_parameter`; without a spec the attribute is None."""
         if spec is None:
             self.register_parameter(attribute, None)
             return None
         return self.add_parameter(attribute, spec)
 
     def accumulate_rowwise(self, param: nn.Parameter, contribution: Tensor) -> None:
-        """Add a finished gradient (bias, norm weight) to its main gradient now."""
+        """Add a finished gradient (of a bias or norm weight) to the main gradient now."""
         self.context.grads.add(param, lambda buffer: buffer.add_(contribution))

@@ -1,4 +1,4 @@
-"""Cross entropy over logits whose vocabulary is split over tp, per token, and what may be added.
+"""Cross entropy per token over logits whose vocabulary is split over tp, and its extras.
 
 Each shard reduces its logits to three numbers a token (maximum, sum of exponentials, target
 logit); one all-gather of [T, 3] merges them. Neither a gathered nor a float32 copy of the logits is
@@ -28,7 +28,7 @@ from megalite.tensor_parallel.context import LayerContext
 
 @dataclass(frozen=True)
 class LossExtras:
-    """What is added to the cross entropy; nothing by default."""
+    """Coefficients of the terms added to the cross entropy; none by default."""
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -38,10 +38,10 @@ PLAIN = LossExtras()
 
 
 class VocabShard:
-    """Which columns of the true vocabulary this rank's logits hold; the rest is padding.
+    """This rank's columns of the true vocabulary (the others are padding), and the loss over them.
 
-    `extras` hold while gradients are recorded. With z-loss, `parts_T` are the cross entropy and the
-    z-loss [T] of the last call, and `tally` adds them up for the log.
+    `extras` apply only while gradients are recorded. With z-loss, `parts_T` are the cross entropy
+    and the z-loss [T] of the last call, and `tally` adds them up for the log.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class VocabShard:
         return self._extras if torch.is_grad_enabled() else PLAIN
 
     def stats(self, logits_Tv: Tensor, label_T: Tensor, extras: LossExtras) -> Tensor:
+        """[T, 3]: maximum, sum of exponentials and target logit over this rank's columns."""
         return self.context.ops.cross_entropy_stats(
             logits_Tv,
             label_T,
@@ -93,6 +94,7 @@ class VocabShard:
         dloss_T: Tensor,
         extras: LossExtras,
     ) -> Tensor:
+        """The gradient of `logits_Tv`, written over them."""
         return self.context.ops.cross_entropy_grad_(
             logits_Tv,
             label_T,
@@ -166,10 +168,10 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         extras: LossExtras,
     ) -> Tensor:
-        shared = shard.context
-        x_TD = comm.all_gather(x, shared.tp) if shared.sequence_parallel else x
+        context = shard.context
+        x_TD = comm.all_gather(x, context.tp) if context.sequence_parallel else x
         chunks = [slice(i, i + chunk_tokens) for i in range(0, len(x_TD), chunk_tokens)]
-        logits = (shared.ops.linear(x_TD[c], weight) for c in chunks)
+        logits = (context.ops.linear(x_TD[c], weight) for c in chunks)
         stats = [shard.stats(x, label_T[c], extras) for x, c in zip(logits, chunks, strict=True)]
         loss_T, lse_T = shard.combine(torch.cat(stats), extras)
         ctx.save_for_backward(x, weight, label_T, lse_T)
@@ -180,22 +182,22 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight_vD, label_T, lse_T = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        shared = shard.context
-        x_TD = comm.all_gather(x, shared.tp) if shared.sequence_parallel else x
+        context = shard.context
+        x_TD = comm.all_gather(x, context.tp) if context.sequence_parallel else x
         dx_TD = torch.empty_like(x_TD)
 
         def accumulate(buffer_vD: Tensor | None) -> None:
             for c in ctx.chunks:
-                logits = shared.ops.linear(x_TD[c], weight_vD)
+                logits = context.ops.linear(x_TD[c], weight_vD)
                 dlogits = shard.grad_(logits, label_T[c], lse_T[c], dloss_T[c], ctx.extras)
-                dx_TD[c] = shared.ops.linear_input_grad(dlogits, weight_vD)
+                dx_TD[c] = context.ops.linear_input_grad(dlogits, weight_vD)
                 if buffer_vD is not None:
-                    shared.ops.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
-                del logits, dlogits  # or they would stand beside the next chunk's
+                    context.ops.accumulate_weight_grad_(buffer_vD, dlogits, x_TD[c])
+                del logits, dlogits  # before the next chunk's are allocated
 
         if ctx.weight.requires_grad:
-            shared.grads.add(ctx.weight, accumulate)
+            context.grads.add(ctx.weight, accumulate)
         else:
             accumulate(None)
-        reduce = comm.reduce_scatter if shared.sequence_parallel else comm.all_reduce
-        return reduce(dx_TD, shared.tp), None, None, None, None, None
+        reduce = comm.reduce_scatter if context.sequence_parallel else comm.all_reduce
+        return reduce(dx_TD, context.tp), None, None, None, None, None

@@ -34,28 +34,28 @@ class VocabParallelEmbedding(ShardedModule):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token_T: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
-        shared = layer.context
+        context = layer.context
         local_T = token_T - layer.first_row
         owned_T = (local_T >= 0) & (local_T < weight.shape[0])
         row_T = local_T.clamp(0, weight.shape[0] - 1)
         x_TD = F.embedding(row_T, weight)
-        if shared.tp.size > 1:
+        if context.tp.size > 1:
             x_TD = x_TD.masked_fill_(~owned_T.unsqueeze(1), 0.0)
         ctx.save_for_backward(row_T, owned_T)
         ctx.layer = layer
-        reduce = comm.reduce_scatter if shared.sequence_parallel else comm.all_reduce
-        return reduce(x_TD, shared.tp)
+        reduce = comm.reduce_scatter if context.sequence_parallel else comm.all_reduce
+        return reduce(x_TD, context.tp)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
         layer: VocabParallelEmbedding = ctx.layer
-        shared, (row_T, owned_T) = layer.context, ctx.saved_tensors
-        dy_TD = comm.all_gather(dy, shared.tp) if shared.sequence_parallel else dy
+        context, (row_T, owned_T) = layer.context, ctx.saved_tensors
+        dy_TD = comm.all_gather(dy, context.tp) if context.sequence_parallel else dy
         dy_TD = dy_TD.detach()
-        # deferred like the head's, so that a tied weight's sums keep their order
-        shared.grads.add(
+        # Deferred like the head's gradient, so that a tied weight's sums keep their order.
+        context.grads.add(
             layer.weight,
-            lambda buffer: shared.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T),
+            lambda buffer: context.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T),
             deferrable=True,
         )
         return None, None, None

@@ -1,6 +1,6 @@
-"""Where weight gradients go. One store per model chunk.
+"""The store of weight gradients, one per model chunk.
 
-Parameters' gradients never pass through autograd's `.grad`: the backward of each layer hands the
+Parameters' gradients never pass through autograd's `.grad`: the backward of each layer passes the
 store a function that adds its contribution straight into the main-gradient buffer (float32 under
 bfloat16 weights). That makes three things one mechanism: accumulation over microbatches without a
 second buffer, weight gradients deferred to a later action of the pipeline schedule, and the moment
@@ -47,9 +47,8 @@ class GradStore:
     def add(self, param: nn.Parameter, accumulate: Accumulate, *, deferrable: bool = False) -> None:
         """Run `accumulate(buffer)` now, or queue it when deferring and the caller allows it.
 
-        Matrix products and the embedding's rows are deferrable; what comes for free with the input
-        gradient is not.
-        A queued function must hold detached tensors only.
+        Matrix products and the embedding's rows are deferrable; gradients that a kernel computes
+        together with the input gradient are not. A queued function must hold detached tensors only.
         """
         if not param.requires_grad:
             return

@@ -59,10 +59,10 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear
     ) -> Tensor:
-        shared = layer.context
-        x_TD = comm.all_gather(x, shared.tp) if shared.sequence_parallel else x
+        context = layer.context
+        x_TD = comm.all_gather(x, context.tp) if context.sequence_parallel else x
         bias_f = None if bias is None else bias.flatten()
-        y_Tf = shared.ops.linear(x_TD, weight.flatten(0, -2), bias_f)
+        y_Tf = context.ops.linear(x_TD, weight.flatten(0, -2), bias_f)
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         return y_Tf
@@ -70,16 +70,17 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_Tf: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer: ColumnParallelLinear = ctx.layer
-        shared, (x, weight) = layer.context, ctx.saved_tensors
+        context, (x, weight) = layer.context, ctx.saved_tensors
         weight_fD = weight.flatten(0, -2)
-        scatter = shared.sequence_parallel
-        gather = comm.all_gather(x, shared.tp, async_op=True) if scatter else None
+        scatter = context.sequence_parallel
+        # In flight during the two products: the gather during dx, dx's reduction during dW.
+        gather = comm.all_gather(x, context.tp, async_op=True) if scatter else None
         reduction = None
         if ctx.needs_input_grad[0]:
             reduce = comm.reduce_scatter if scatter else comm.all_reduce
-            dx_TD = shared.ops.linear_input_grad(dy_Tf, weight_fD)
-            reduction = reduce(dx_TD, shared.tp, async_op=True)
-            if not shared.overlap:
+            dx_TD = context.ops.linear_input_grad(dy_Tf, weight_fD)
+            reduction = reduce(dx_TD, context.tp, async_op=True)
+            if not context.overlap:
                 reduction.wait()
         x_TD = x if gather is None else gather.wait()
         add_linear_grads(layer, layer.weight, layer.bias, dy_Tf, x_TD)
@@ -125,10 +126,11 @@ class _RowLinear(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear
     ) -> Tensor:
-        shared = layer.context
+        context = layer.context
         a_Tf = layer.activate(h) if layer.activate else h
-        y_TD = shared.ops.linear(a_Tf, weight)
-        y = (comm.reduce_scatter if shared.sequence_parallel else comm.all_reduce)(y_TD, shared.tp)
+        y_TD = context.ops.linear(a_Tf, weight)
+        reduce = comm.reduce_scatter if context.sequence_parallel else comm.all_reduce
+        y = reduce(y_TD, context.tp)
         if bias is not None:
             y += bias
         keep = layer.activate and layer.keep_activation
@@ -139,15 +141,15 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer: RowParallelLinear = ctx.layer
-        shared, (h, weight, *kept) = layer.context, ctx.saved_tensors
+        context, (h, weight, *kept) = layer.context, ctx.saved_tensors
         if layer.bias is not None:
-            layer.accumulate_rowwise(layer.bias, shared.ops.bias_grad(dy))
-        dy_TD = comm.all_gather(dy, shared.tp) if shared.sequence_parallel else dy
+            layer.accumulate_rowwise(layer.bias, context.ops.bias_grad(dy))
+        dy_TD = comm.all_gather(dy, context.tp) if context.sequence_parallel else dy
         dh, a_Tf = None, kept[0] if kept else None
         if ctx.needs_input_grad[0]:
-            dh = shared.ops.linear_input_grad(dy_TD, weight)
+            dh = context.ops.linear_input_grad(dy_TD, weight)
             if layer.activate_grad:
-                # may write into h, so that what is not kept is recomputed with it
+                # It may be written over h, so an activation that was not kept is made again here.
                 dh, again_Tf = layer.activate_grad(dh, h, recompute=not kept)
                 a_Tf = again_Tf if a_Tf is None else a_Tf
         if a_Tf is None:

@@ -23,9 +23,9 @@ from megalite.run.batch_plan import BatchPlan
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One microbatch: token_T and label_T int64 [T]; weight_T [T]; cu_seqlens [0, ..., T].
+    """A microbatch on the device: token_T, label_T int64 [T]; weight_T [T]; cu_seqlens [0, ..., T].
 
-    dropout: where the microbatch stands in its step; None drops nothing (evaluation).
+    dropout: the place of the microbatch in its step; None drops nothing (evaluation).
     """
 
     token_T: Tensor
@@ -58,7 +58,7 @@ def step_loader(
 
 
 def count_valid_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-    """Labels that count in the whole global batch."""
+    """The number of labels in the global batch whose loss counts; all ranks call it."""
     mine = sum(int(batch.loss_weight.count_nonzero()) for batch in micro_batches)
     total = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
     comm.all_reduce(total, mesh.dp)
@@ -68,9 +68,9 @@ def count_valid_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
 def dropout_start(
     seed: int, step: int, micro_batches: Sequence[MicroBatch], mesh: Mesh
 ) -> DropoutAt:
-    """Where this rank's first microbatch stands in the step's global batch."""
-    mine = sum(len(batch.tokens) for batch in micro_batches)  # as many as every other dp rank's
-    return DropoutAt(seed, step, mesh.dp.rank * mine)
+    """The place of this rank's first microbatch in the step's global batch."""
+    rank_tokens = sum(len(batch.tokens) for batch in micro_batches)  # equal on all dp ranks
+    return DropoutAt(seed, step, mesh.dp.rank * rank_tokens)
 
 
 def token_batches(
@@ -89,7 +89,7 @@ def token_batches(
             label_T=batch.labels.to(device),
             weight_T=(batch.loss_weight.double() * scale).to(device),
             cu_seqlens=batch.cu_seqlens.tolist(),
-            dropout=dropout and dropout.later(index * len(batch.tokens)),
+            dropout=None if dropout is None else dropout.later(index * len(batch.tokens)),
         )
         for index, batch in enumerate(micro_batches)
     ]

@@ -1,9 +1,8 @@
-"""What differs between a checkpoint's settings and the present ones, and whether that is allowed.
+"""Changes of settings and data between a checkpoint and now, and the check that they are allowed.
 
-The table of what may differ is config/resume.py's, what a setting stands for config/meaning.py's:
-an open setting that is written out is no change. The end of the run and of the decay may move
-freely as long as the learning rate of no step moves: a run may always be made longer or shorter
-otherwise.
+config/resume.py has the table of settings that may change, config/meaning.py the meaning of a
+setting: an open setting that is written out is no change. A run may be made longer or shorter, and
+its decay moved, as long as no step's learning rate changes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megalite.run.lr_phases import LrPhases, lr_phases
 
 @dataclass(frozen=True)
 class Changed:
-    """A setting that differs; `needs` says what lets it pass."""
+    """A setting that differs, and the permission that the change `needs`."""
 
     name: str
     old: Any
@@ -37,13 +36,17 @@ class Changed:
 
     @property
     def text(self) -> str:
+        """The change in words, with both values."""
         return (
             f"{self.name} is {toml_value(self.new)}, saved with {toml_value(self.old)}{self.note}"
         )
 
 
 def saved_config(tree: dict[str, Any], where: str) -> RunConfig:
-    """A checkpoint's settings; those it does not know yet have their defaults."""
+    """The settings in a checkpoint's manifest; those that it does not have are defaults.
+
+    Raises CheckpointError for a value that this version does not accept.
+    """
     try:
         return RunConfig.model_validate(_known("", tree), strict=False)
     except ValidationError as error:
@@ -56,11 +59,11 @@ def saved_config(tree: dict[str, Any], where: str) -> RunConfig:
 
 
 def changed_settings(old: RunConfig, new: RunConfig, plan: BatchPlan, step: int) -> list[Changed]:
-    """Every setting that differs between a checkpoint of `step` and now, whose plan is `plan`."""
+    """The settings that differ between a checkpoint of `step` (`old`) and now (`new`, `plan`)."""
     before, now = _phases(old, batch_plan(old)), _phases(new, plan)
     position = step if now.unit == "steps" else plan.first_sample(step) * new.data.seq_length
-    moved = not _same_rates(before, now, new.optimizer.lr_schedule, position)
-    note = (
+    rates_change = not _same_rates(before, now, new.optimizer.lr_schedule, position)
+    horizon_note = (
         f" (the learning rate's decay ended after {before.end} {before.unit}; to train for longer "
         f"only, keep its curve with optimizer.decay_{before.unit}={before.end})"
     )
@@ -68,20 +71,21 @@ def changed_settings(old: RunConfig, new: RunConfig, plan: BatchPlan, step: int)
     for name in keys():
         if same_meaning(old, new, name):
             continue
-        was, is_now = (_comparable(config, name) for config in (old, new))
-        if name in HORIZON:
-            changed.append(Changed(name, was, is_now, *(("accept", note) if moved else ("free",))))
-        else:
-            changed.append(Changed(name, was, is_now, may_change(name)))
+        needs, note = may_change(name), ""
+        if name in HORIZON and rates_change:
+            needs, note = "accept", horizon_note
+        elif name in HORIZON:
+            needs = "free"
+        changed.append(Changed(name, _comparable(old, name), _comparable(new, name), needs, note))
     return changed
 
 
 def changed_data(old: dict[str, Any], new: dict[str, Any]) -> list[Changed]:
     """Datasets whose content differs, by the names of sources and evaluation sets.
 
-    What is only there before or after is a change of settings. Where a large token file was written
-    to since, its fingerprint, of blocks only, cannot tell whether anything changed: that is `free`,
-    to be told.
+    A dataset that is only in `old` or `new` is a change of settings. The fingerprint of a large
+    token file covers some blocks only, so for one that was written to since, with the same
+    fingerprint, it is not known whether it changed: such a change is `free`, but reported.
     """
     changed = []
     for name in [name for name in new if name in old]:
@@ -95,8 +99,8 @@ def changed_data(old: dict[str, Any], new: dict[str, Any]) -> list[Changed]:
     return changed
 
 
-def refuse(changed: Sequence[Changed], accept: frozenset[str], where: str) -> None:
-    """CheckpointError, all lines at once, unless what needs it is accepted."""
+def require_accepted(changed: Sequence[Changed], accept: frozenset[str], where: str) -> None:
+    """Raise CheckpointError, a line for each change, unless all are free or accepted."""
     never = [c for c in changed if c.needs == "never"]
     listed = [c for c in changed if c.needs == "accept"]
     refused = [c for c in listed if c.name not in accept and ALL_LISTED not in accept]
@@ -117,12 +121,12 @@ def refuse(changed: Sequence[Changed], accept: frozenset[str], where: str) -> No
 
 
 def unused(changed: Sequence[Changed], accept: frozenset[str]) -> list[str]:
-    """Names that were accepted and did not change."""
+    """The names in `accept` that did not change."""
     return sorted(accept - {c.name for c in changed} - {ALL_LISTED})
 
 
 def as_records(changed: Sequence[Changed]) -> list[dict[str, Any]]:
-    """For the restart line of metrics.jsonl."""
+    """The changes as entries of the restart line of metrics.jsonl."""
     return [
         {"key": c.name, "old": c.old, "new": c.new, "accepted": c.needs == "accept"}
         for c in changed
@@ -130,11 +134,14 @@ def as_records(changed: Sequence[Changed]) -> list[dict[str, Any]]:
 
 
 def _same_rates(before: LrPhases, now: LrPhases, schedule: str, position: int) -> bool:
-    """Whether moving the horizon leaves the learning rates of all steps alone, done or not."""
+    """True if the rates of all steps, past and future, are the same under both horizons.
+
+    `position`: the place of the checkpoint, in the unit of `now`.
+    """
     if schedule in ("constant", "inverse_sqrt"):
         return True
     if schedule == "wsd" and before.unit == now.unit:
-        # a plateau of another length, as long as the run is still on it
+        # The plateau may get another length while the run is still on it.
         return position <= min(before.decay_start, now.decay_start) or before == now
     return (before.unit, before.decay_start, before.end) == (now.unit, now.decay_start, now.end)
 
@@ -155,12 +162,8 @@ def _known(prefix: str, value: Any) -> Any:
 
 def _comparable(config: RunConfig, name: str) -> Any:
     """A setting as JSON gives it back; sources without their paths, which are free to move."""
-    if name == "data.sources":
-        return [
-            {"name": source.name, "weight": str(source.weight)}
-            for source in sources(config.data)
-            if config.data.sources
-        ]
+    if name == "data.sources" and config.data.sources:  # not data.path, which `sources` returns too
+        return [{"name": s.name, "weight": str(s.weight)} for s in sources(config.data)]
     return _plain(value_of(config, name))
 
 

@@ -1,7 +1,7 @@
 """Model chunks, optimizer and pipeline of one rank, built from a config: the step without a loop.
 
-Everything that trains goes through here, at every layout: the trainer, the parity tests and the
-benchmarks build the same object. Knows no files.
+The trainer, the parity tests and the benchmarks build the same object, at every layout. Reads and
+writes no files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megalite.distributed.precision import DTYPES, set_tf32
 from megalite.kernels import Kernels
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
-from megalite.optim.zero1 import DistributedOptimizer, StepResult
+from megalite.optim.distributed_optimizer import DistributedOptimizer, StepResult
+from megalite.pipeline.chunk import BoundarySpec
 from megalite.pipeline.runtime import PipelineRuntime
-from megalite.pipeline.stage import Boundary
 from megalite.run.batch_plan import num_micro_batches
 from megalite.run.pipeline_schedule import make_schedule
 from megalite.run.stages import stages_of
@@ -41,16 +41,17 @@ class Engine:
         self.dtype = DTYPES[config.train.dtype]
         set_tf32(config.train.tf32, mesh.device)
         full = num_micro_batches(config)
-        place = make_schedule(config, full).place
+        placement = make_schedule(config, full).place
         self.ops = choose_kernels(config, mesh.device, self.dtype)
-        self.chunks = build_chunks(config, mesh, self.dtype, place, self.ops)
+        self.chunks = build_chunks(config, mesh, self.dtype, placement, self.ops)
         self.optimizer = DistributedOptimizer(
             self.chunks, mesh, config.optimizer, self.dtype, mesh.device, self.ops
         )
+
         tokens = config.train.micro_batch * config.data.seq_length
         if config.parallel.sequence_parallel:
             tokens //= mesh.tp.size
-        self._boundary = Boundary((tokens, config.model.hidden_size), self.dtype)
+        self._boundary = BoundarySpec((tokens, config.model.hidden_size), self.dtype)
         self._runtimes: dict[int, PipelineRuntime] = {}  # by microbatches of a step
         self.runtime = self._runtime_for(full)
         self.z_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -68,18 +69,19 @@ class Engine:
             )
         return self._runtimes[count]
 
-    def forward_backward(self, batches: Sequence[TokenBatch], *, trace: bool = False) -> Tensor:
-        """Gradients of a step's microbatches; this rank's part of the loss (0 off the last stage).
+    def forward_backward(
+        self, micro_batches: Sequence[TokenBatch], *, trace: bool = False
+    ) -> Tensor:
+        """Compute the gradients of a step; return this rank's part of the loss.
 
-        trace: fills `runtime.trace`.
-
-        Returns float64, on the device: the sum of the microbatches' losses, in order. The z-loss is
-        not in it but in `z_loss`.
+        trace: fills `runtime.trace`. The loss is float64, on the device: the sum of the
+        microbatches' losses, in order; 0 on ranks without the last stage. The z-loss is not in it
+        but in `z_loss`.
         """
         self.optimizer.begin_step()
-        self.runtime = self._runtime_for(len(batches))
+        self.runtime = self._runtime_for(len(micro_batches))
         scale = self.optimizer.loss_scale
-        loss = self._total(self.runtime.run(batches, loss_scale=scale, trace=trace))
+        loss = self._total(self.runtime.run(micro_batches, loss_scale=scale, trace=trace))
         if self.config.train.z_loss:
             loss, self.z_loss = self._loss_parts()
         return loss
@@ -93,19 +95,21 @@ class Engine:
                 parts += taken if self.mesh.tp.rank == 0 else 0.0
         return parts[0], parts[1]
 
-    def train_step(self, batches: Sequence[TokenBatch], lr: float) -> tuple[Tensor, StepResult]:
+    def train_step(
+        self, micro_batches: Sequence[TokenBatch], lr: float
+    ) -> tuple[Tensor, StepResult]:
         """`forward_backward`, then one optimizer step with rate `lr`."""
-        loss = self.forward_backward(batches)
+        loss = self.forward_backward(micro_batches)
         return loss, self.optimizer.step(lr)
 
     @torch.no_grad()
-    def forward_only(self, batches: Sequence[TokenBatch]) -> Tensor:
-        """This rank's part of the loss of some microbatches, float64; no gradients."""
-        return self._total(self.runtime.run_forward(batches))
+    def forward_only(self, micro_batches: Sequence[TokenBatch]) -> Tensor:
+        """This rank's part of the loss of any number of microbatches, float64; no gradients."""
+        return self._total(self.runtime.run_forward(micro_batches))
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """The weights that `eval.weights` asks for, inside the block; all ranks enter it."""
+        """The weights of `eval.weights` inside the block; all ranks enter it."""
         if self.config.eval.weights == "ema":
             with self.optimizer.averaged_weights():
                 yield
@@ -113,8 +117,8 @@ class Engine:
             yield
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of losses on one tp rank, so that a sum over all ranks counts each once."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        # tp ranks of the last stage all hold the loss; the first of them stands for it.
         if self.mesh.tp.rank == 0:
             for loss in losses:
                 total += loss
@@ -125,17 +129,19 @@ def build_chunks(
     config: RunConfig,
     mesh: Mesh,
     dtype: torch.dtype,
-    place: Sequence[int],
+    placement: Sequence[int],
     ops: Kernels | None = None,
 ) -> list[Transformer]:
-    """This pipeline rank's model chunks with their initial weights; stage s is on rank place[s].
+    """This pipeline rank's model chunks with their initial weights.
 
-    ops: what computes them, plain torch by default.
+    placement[s] is the pipeline rank of stage s. ops: the kernels, plain torch's by default.
     """
     chunks: list[Transformer] = []
-    for stage in stages_of(config, place):
+    for stage in stages_of(config, placement):
         if stage.rank != mesh.pp.rank:
             continue
+
+        # A context, and in it a store of gradients, for each chunk: their backwards interleave.
         context = LayerContext(
             mesh.tp,
             dtype,
@@ -152,7 +158,8 @@ def build_chunks(
             recompute="none" if config.train.recompute == "stage" else config.train.recompute,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             extras=LossExtras(config.train.z_loss, config.train.label_smoothing),
-            embedding_stage=chunks[0] if stage.tied == "beside" and stage.last else None,
+            # The first stage is built before the last one, and is the first chunk of its rank.
+            embedding_chunk=chunks[0] if stage.tied == "beside" and stage.last else None,
         )
         init_params(chunk.named_params(), config.train.seed, mesh.tp.size, mesh.tp.rank)
         chunks.append(chunk)

@@ -1,9 +1,8 @@
 """The loss over whole validation sets: one number per set, the same at every layout.
 
-Each set is a pass of its own from its first sample, whenever it is asked for, so that evaluating
-has no position to save and moves none of training's. Every sample counts once; the places that the
-last batch has left carry no weight. Sums are float64 over all ranks and divided once, by the number
-of tokens that count.
+Each evaluation of a set is a pass from its first sample, independent of training's position, so
+there is no position to save. Every sample counts once; padding of the last batch has no weight.
+Sums are float64 over all ranks and divided once, by the number of tokens that count.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.record.run_log import RunLog
 from megalite.train.batch import rank_micro_batches, token_batches
-from megalite.train.datasets import EvalSet
 from megalite.train.engine import Engine
 from megalite.train.position import Position
+from megalite.train.run_data import EvalSet
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss per counted token of a set (nan without any), and how many those are."""
+    """Mean loss per counted token of a set (nan without any), and the number of these tokens."""
 
     name: str
     loss: float
@@ -52,7 +51,7 @@ class Evaluations:
     def is_missing(self) -> bool:
         """True if the evaluation of this step is due and no earlier attempt wrote it.
 
-        Rank 0 reads its record; all ranks ask together.
+        Rank 0 reads its record; all ranks call it.
         """
         if not self.is_due:
             return False
@@ -63,8 +62,8 @@ class Evaluations:
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Write the loss of each set that is due; the weights stay as they are.
 
-        `stop` is asked between batches, on all ranks; if it is true nothing is written, and False
-        is returned.
+        `stop` is called between batches, on all ranks; if it returns True nothing is written, and
+        False is returned.
         """
         results = evaluate(self._engine, self._sets, self._at.is_last, stop)
         if results is None:
@@ -81,10 +80,10 @@ def evaluate(
     at_end: bool,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[EvalResult] | None:
-    """Losses of the sets that are due, in order; all ranks call it. None when `stop` said so.
+    """Losses of the sets that are due, in order; None if `stop` ended it. All ranks call it.
 
-    `at_end`: the run is over, so that sets kept for its end are due as well. `stop` is asked
-    before each batch, on all ranks, and must answer alike.
+    at_end: the run is over, so that sets with `at_end` are due as well. stop: called before each
+    batch, on all ranks, and must return the same on all of them.
     """
     engine.mesh.ledger.phase = "evaluation"
     results = []
@@ -101,21 +100,23 @@ def evaluate(
 def evaluate_set(
     engine: Engine, eval_set: EvalSet, stop: Callable[[], bool] = lambda: False
 ) -> EvalResult | None:
-    """One pass over a set (eval.batches of it, where that is set); None when `stop` said so."""
+    """One pass over a set, or over eval.batches of it; None if `stop` ended it."""
     config, mesh = engine.config, engine.mesh
     steps = eval_set.batches.num_steps(config.train.global_batch)
     if config.eval.batches is not None:
         steps = min(steps, config.eval.batches)
-    counts = mesh.tp.rank == 0 and mesh.pp.rank == 0  # one rank of each replica counts its tokens
+
+    # Losses are on the last stages; one rank of each replica counts the tokens of its samples.
+    counts_tokens = mesh.tp.rank == 0 and mesh.pp.rank == 0
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with _reader(eval_set, config, mesh, steps) as reader:
         for step in range(steps):
             if stop():
                 return None
-            micro = reader.step(step)
-            total[0] += engine.forward_only(token_batches(micro, 1.0, mesh.device))
-            if counts:
-                total[1] += sum(int(batch.loss_weight.count_nonzero()) for batch in micro)
+            loaded = reader.step(step)
+            total[0] += engine.forward_only(token_batches(loaded, 1.0, mesh.device))
+            if counts_tokens:
+                total[1] += sum(int(batch.loss_weight.count_nonzero()) for batch in loaded)
     loss_sum, tokens = comm.all_reduce(total, mesh.world).tolist()
     return EvalResult(eval_set.name, loss_sum / tokens if tokens else math.nan, int(tokens))
 

@@ -1,6 +1,6 @@
-"""What a path is, and what it holds: a run, a checkpoint or a dataset, as plain values.
+"""The description of a path that is a run, a checkpoint or a dataset, as plain values.
 
-A run without steps yet, or with damaged lines or checkpoints, is described, not refused. Changes
+A run without steps yet, or with damaged lines or checkpoints, is described as it is. Changes
 nothing. Reading order: `describe`, then one function for each kind.
 """
 
@@ -22,7 +22,8 @@ def describe(path: Path, verify: bool = True) -> dict[str, Any]:
     """A description with `kind` "run", "checkpoint" or "dataset".
 
     `verify`: hash every file of the checkpoints; otherwise only their sizes are compared. Raises
-    DataError for a path that is none of the three, and what their readers raise.
+    DataError for a path that is none of the three, and CheckpointError or DataError for a damaged
+    checkpoint or dataset.
     """
     if (path / MANIFEST).is_file():
         return {"kind": "checkpoint", **_checkpoint(path, verify)}
@@ -41,21 +42,22 @@ def describe(path: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _prefix(path: Path) -> str | None:
-    """The dataset prefix that a path means, if its index is there."""
+    """The prefix of a dataset, from the prefix or one of its files; None without an index."""
     plain = str(path.with_suffix("")) if path.suffix in (".bin", ".idx") else str(path)
     return plain if Path(f"{plain}.idx").is_file() else None
 
 
 def _run(path: Path, verify: bool) -> dict[str, Any]:
+    # A run that was resumed has several starts and maybe ends: the last ones count.
     lines = read_lines(path / _METRICS)
     kinds = [line["kind"] for line in lines.sound]
     starts = [line for line in lines.sound if line["kind"] in ("run", "restart")]
     steps = [line for line in lines.sound if line["kind"] == "step"]
-    ends = [line for line in lines.sound if line["kind"] == "end"]
     found = [_listed(step, verify) for _, step in list_steps(path / "checkpoints")]
     head = starts[-1] if starts else {}
     last = steps[-1] if steps else {}
-    after = lines.sound.index(ends[-1]) if ends else -1
+    has_ended = kinds[-1:] == ["end"]
+
     return {
         "path": str(path),
         **_config_facts(head.get("config") or {}),
@@ -70,7 +72,7 @@ def _run(path: Path, verify: bool) -> dict[str, Any]:
         "consumed_tokens": last.get("consumed_tokens"),
         "evaluations": _last_evaluations(lines.sound),
         "skipped_steps": kinds.count("skip"),
-        "end": ends[-1].get("reason") if ends and after == len(kinds) - 1 else None,
+        "end": lines.sound[-1].get("reason") if has_ended else None,
         "checkpoints": found,
         "damage": lines.damage(),
     }
@@ -83,7 +85,7 @@ def _last_evaluations(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _listed(path: Path, verify: bool) -> dict[str, Any]:
-    """A checkpoint of a run in a few facts; one that is bad says why."""
+    """A checkpoint of a run in a few facts; a damaged one with its problem."""
     try:
         found = open_checkpoint(path, verify="sha256" if verify else "size")
     except CheckpointError as error:
@@ -123,7 +125,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _config_facts(config: dict[str, Any]) -> dict[str, Any]:
-    """What identifies a run in its resolved config; None where it does not say."""
+    """The settings that identify a run, from its resolved config; None for those it lacks."""
     model, parallel, optimizer, train = (
         config.get(name) or {} for name in ("model", "parallel", "optimizer", "train")
     )

@@ -1,4 +1,4 @@
-"""Which kernels a run uses: settled by `kernels` and the device, before anything is built."""
+"""The choice of a run's kernels, by `kernels` and the device, before anything is built."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ def choose_kernels(config: RunConfig, device: torch.device, dtype: torch.dtype) 
     Raises ConfigError where they cannot be had, with a line for each setting, or where the model
     has a shape that they do not take.
     """
-    backend, others = config.kernels.backend, _others(config)
-    asked = {"backend": backend, **others}
-    problems = [
-        told for name, value in asked.items() if (told := _problem(device, dtype, {name: value}))
-    ]
+    # Each setting alone, so that one error names all that cannot be used.
+    backend, others = config.kernels.backend, _single_operations(config)
+    found = [_problem(device, dtype, backend, {})]
+    found += [_problem(device, dtype, "reference", {name: others[name]}) for name in others]
+    problems = [problem for problem in found if problem is not None]
     if problems:
         raise ConfigError(problems)
+
     ops = select(backend, device, dtype, **others)
-    told = _misfit(config, ops)
-    if told is not None:
-        raise ConfigError(told)
+    problem = _model_problem(config, ops)
+    if problem is not None:
+        raise ConfigError(problem)
     return ops
 
 
 def generation_kernels(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """What continues texts with a run's weights, which may be on another kind of machine.
+    """The operations for generating text with a run's weights, maybe on another kind of machine.
 
-    `auto` for the device; plain torch where the run asked for it, or where the model has a shape
-    that Triton has no kernels for. Raises ConfigError where Triton is there but broken.
+    `auto` for the device; plain torch if the run used it, or if the model has a shape that Triton
+    has no kernels for. Raises ConfigError if Triton is installed but does not work.
     """
     if config.kernels.backend == "reference":
         return Kernels()
@@ -45,26 +46,29 @@ def generation_kernels(config: RunConfig, device: torch.device, dtype: torch.dty
         ops = select("auto", device, dtype)
     except BackendError as error:
         raise ConfigError(str(error)) from error
-    return ops if _misfit(config, ops) is None else Kernels()
+    return ops if _model_problem(config, ops) is None else Kernels()
 
 
-def _others(config: RunConfig) -> dict[str, str]:
-    """Single operations that do not come from the backend, by the name `select` has for them."""
+def _single_operations(config: RunConfig) -> dict[str, str]:
+    """The operations that do not come from the backend, by the name of `select`'s parameter."""
     adam = config.optimizer.adam
     named = {"attention": config.kernels.attention, "norm": config.kernels.norm, "adam": adam}
     return {name: value for name, value in named.items() if value not in ("auto", "fused")}
 
 
-def _problem(device: torch.device, dtype: torch.dtype, options: dict[str, str]) -> str | None:
+def _problem(
+    device: torch.device, dtype: torch.dtype, backend: str, others: dict[str, str]
+) -> str | None:
+    """The reason why these kernels cannot be used, or None."""
     try:
-        select(device=device, dtype=dtype, **{"backend": "reference", **options})
+        select(backend, device, dtype, **others)
     except BackendError as error:
         return str(error)
     return None
 
 
-def _misfit(config: RunConfig, ops: Kernels) -> str | None:
-    """Why these operations do not take the config's model."""
+def _model_problem(config: RunConfig, ops: Kernels) -> str | None:
+    """The reason why these operations cannot compute the config's model, or None."""
     try:
         ops.check_model(config.model.head_size, config.model.hidden_size)
     except BackendError as error:
@@ -75,27 +79,27 @@ def _misfit(config: RunConfig, ops: Kernels) -> str | None:
 def plain_on_gpu(
     config: RunConfig, ops: Kernels, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """What to say where `auto` computes in plain torch although the device is a GPU: why."""
+    """A line with the reason if `auto` computes in plain torch on a GPU; otherwise none."""
     if config.kernels.backend != "auto" or device.type == "cpu" or ops.uses_tables:
         return []
-    told = _problem(device, dtype, {"backend": "triton"})
-    return [] if told is None else [f"plain torch computes on {device.type}: {told}"]
+    reason = _problem(device, dtype, "triton", {})
+    return [] if reason is None else [f"plain torch computes on {device.type}: {reason}"]
 
 
 def kernel_record(ops: Kernels) -> dict[str, Any]:
-    """What decides the order of sums in a run's kernels, for its record and its checkpoints."""
+    """The kernels that decide the order of sums in a run, for its record and checkpoints."""
     return {"name": ops.name, "table": table_hash() if ops.uses_tables else None}
 
 
 def kernel_notice(saved: Any, now: dict[str, Any], where: str) -> str | None:
-    """What to say where a checkpoint was saved under other kernels; losses may differ by rounding.
+    """A notice that a checkpoint was saved under other kernels, so that rounding may differ.
 
-    None if they are the same, or the checkpoint, `where`, does not say. CheckpointError where what
-    it says is no record of kernels.
+    saved: its record of kernels. None if there is no such record, or if it is the same as `now`.
+    Raises CheckpointError, naming the checkpoint `where`, if `saved` is no record of kernels.
     """
     if saved is None or saved == now:
         return None
-    new, old = _told(now), _told(saved)
+    new, old = _in_words(now), _in_words(saved)
     if old is None:
         raise CheckpointError(
             f"{where}: its record of kernels is {_shown(saved)}, wanted a name and a table's hash "
@@ -105,8 +109,8 @@ def kernel_notice(saved: Any, now: dict[str, Any], where: str) -> str | None:
     return f"kernels are {new}, saved with {old}: losses go on, but not with the same bits"
 
 
-def _told(record: Any) -> str | None:
-    """A record in words, None for what is no record."""
+def _in_words(record: Any) -> str | None:
+    """A record of kernels in words; None if it is no such record."""
     if not isinstance(record, dict):
         return None
     name, table = record.get("name"), record.get("table")

@@ -1,8 +1,7 @@
 """From a resolved config to running ranks: under torchrun or srun, alone, or started here.
 
-What can be refused without torch is refused before torch is imported: a world that does not fit the
-layout, left-over launcher variables, a checkpoint that must be there and is not. What a rank does
-then is rank.py's.
+Checks that need no torch come before torch is imported, which takes seconds: the world size against
+the layout, left-over launcher variables, and whether there is a checkpoint. rank.py runs a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import sys
 from pathlib import Path
 
 from megalite.config import RunConfig
-from megalite.errors import CheckpointError, ConfigError
+from megalite.config.resume import require_resume_mode
+from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
 from megalite.process.launcher import Launch
 from megalite.process.signals import CAUGHT, SignalFlag
@@ -31,20 +31,24 @@ def train_command(
 ) -> None:
     """Run a resolved config to its end and exit with the run's code (0, or 75 saved on a signal).
 
-    `launch` is how this process was started. `flag` may have been installed earlier; signals that
-    it remembers count as if they came now. Raises ConfigError and CheckpointError before torch is
-    imported.
+    local: start all ranks here; otherwise this process is one, started as `launch` describes. flag:
+    may have been installed earlier; signals that it remembers count as if they came now. Raises
+    ConfigError and CheckpointError before torch is imported.
     """
-    with flag or SignalFlag() as flag:
+    signals = flag or SignalFlag()
+    with signals:
         require_launcher(config, launch, local)
         require_checkpoint(config)
-        code = _run_here(config, accept, flag) if local else _run_rank(launch, config, accept, flag)
-        flag.ignore()
+        if local:
+            code = _run_all_ranks(config, accept, signals)
+        else:
+            code = _run_this_rank(launch, config, accept, signals)
+        signals.ignore()
         sys.exit(code)
 
 
 def require_launcher(config: RunConfig, launch: Launch, local: bool) -> None:
-    """Raise ConfigError unless this process is one of as many as the layout needs, or starts them.
+    """Raise ConfigError unless the launcher started as many processes as the layout has ranks.
 
     local: this process starts all ranks, so no launcher may have started it.
     """
@@ -63,31 +67,22 @@ def require_launcher(config: RunConfig, launch: Launch, local: bool) -> None:
 
 
 def require_checkpoint(config: RunConfig) -> None:
-    """CheckpointError if checkpoint.resume asks for what a look at the folder's names refutes.
+    """Raise CheckpointError if the names in the run's folder contradict checkpoint.resume.
 
-    Whether a checkpoint that is there is sound shows later.
+    A checkpoint may still turn out to be damaged when the ranks read it.
     """
     root = Path(config.out) / config.name / "checkpoints"
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     found = sorted(name for name in names if _CHECKPOINT.fullmatch(name))
-    if config.checkpoint.resume == "must" and not found:
-        raise CheckpointError(
-            f'checkpoint.resume="must", but {root} holds no checkpoint; '
-            "check name and out, or set checkpoint.resume to auto"
-        )
-    if config.checkpoint.resume == "never" and found:
-        raise CheckpointError(
-            f'checkpoint.resume="never", but {root} holds {found[-1]}; '
-            "give the run another name, or remove the folder"
-        )
+    require_resume_mode(config.checkpoint.resume, root, found[-1] if found else None)
 
 
-def _run_here(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
-    """Start all ranks on this host; returns the exit code of the whole."""
+def _run_all_ranks(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
+    """Start all ranks on this host; returns the run's exit code."""
     from megalite.process.local import run_local
     from megalite.train.rank import train_rank
 
-    # Autograd imports this at the first backward, a second's work: here once for all forks.
+    # Autograd imports it at the first backward, which takes a second: once, before the forks.
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
     return run_local(
         train_rank,
@@ -99,12 +94,14 @@ def _run_here(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> in
     )
 
 
-def _run_rank(launch: Launch, config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
-    """Be a rank; with others it does not return."""
+def _run_this_rank(
+    launch: Launch, config: RunConfig, accept: frozenset[str], flag: SignalFlag
+) -> int:
+    """Run this process's rank: returns the exit code of a lone rank, otherwise ends the process."""
     from megalite.process.env import pick_device
-    from megalite.train.rank import launched, train_rank
+    from megalite.train.rank import run_rank_and_exit, train_rank
 
     device = pick_device(launch)
     if launch.world_size == 1:
         return train_rank(launch, device, config, accept, flag)
-    launched(train_rank, launch, device, (config, accept, flag), config.train.timeout_s)
+    run_rank_and_exit(train_rank, launch, device, (config, accept, flag), config.train.timeout_s)

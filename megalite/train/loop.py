@@ -3,12 +3,12 @@
     run     go on from the newest checkpoint, open the run folder, train, leave with an exit code
     _train  steps, saves and evaluations until the last step, a signal or `stop_at`
     _step   data -> forward and backward -> verdict on the loss -> update -> agreement -> report
-    _agree  one all-reduce at the step's end: what all ranks know of the step from then on
+    _agree  one all-reduce at the step's end, after which all ranks have the same loss and signals
 
-A rank computes its share of the model for its replica's share of the batch. Where an earlier rank
-would leave and a later one wait for it (a signal, a spike, an evaluation cut short), the ranks
-agree first. What a step computes is in engine.py; where the run stands, and what of that a
-checkpoint keeps, in position.py; what is written down, by rank 0, in record/run_log.py.
+A rank computes its share of the model for its replica's share of the batch. Where one rank could
+leave while another waits for it (a signal, a spike, an evaluation cut short), the ranks agree
+first. engine.py computes a step, position.py has the state of the run that a checkpoint keeps, and
+record/run_log.py writes the record, on rank 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megalite.data.batches import MicroBatch
 from megalite.data.fingerprint import as_saved
 from megalite.data.loader import Loader
 from megalite.distributed import comm
-from megalite.distributed.agree import together
+from megalite.distributed.agree import on_all_ranks
 from megalite.distributed.mesh import Mesh
-from megalite.errors import MegaliteError
+from megalite.errors import exit_code
+from megalite.optim.distributed_optimizer import StepResult
 from megalite.optim.lr_schedule import learning_rate
 from megalite.optim.norm import NonFiniteGradientError
-from megalite.optim.zero1 import StepResult
 from megalite.process.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
 from megalite.record.console import Console
 from megalite.record.metrics import describe_device, memory_peak_bytes
@@ -41,7 +41,6 @@ from megalite.record.step_clock import StepClock, drain_part
 from megalite.train import state
 from megalite.train.batch import count_valid_tokens, dropout_start, step_loader, token_batches
 from megalite.train.changes import as_records
-from megalite.train.datasets import describe, open_data, require_same_data
 from megalite.train.engine import Engine
 from megalite.train.evaluate import Evaluations
 from megalite.train.kernel_choice import kernel_record, plain_on_gpu
@@ -49,6 +48,7 @@ from megalite.train.pipeline_trace import save_trace
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike
 from megalite.train.position import Position
 from megalite.train.resume import resume
+from megalite.train.run_data import describe_data, open_data, require_same_data
 from megalite.train.weights import load_weights
 
 
@@ -56,8 +56,8 @@ class Trainer:
     """One rank's run. `config` must be resolved; `mesh` has its groups created.
 
     accept: settings that may differ from those of the checkpoint to resume from. Raises
-    ConfigError, DataError or CheckpointError before the first step when the run cannot be what was
-    asked for.
+    ConfigError, DataError or CheckpointError before the first step if the run cannot start with
+    these settings.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class Trainer:
         accept: frozenset[str] = frozenset(),
         flag: SignalFlag | None = None,
     ) -> None:
-        together(mesh, lambda: require_extras(config))
+        on_all_ranks(mesh, lambda: require_extras(config))
+
         self.config, self.mesh, self.accept = config, mesh, accept
         self.flag = flag or SignalFlag()
         self.folder = Path(config.out) / config.name
@@ -76,8 +77,9 @@ class Trainer:
         self.device = describe_device(mesh.device, config)
         self.console = console or Console(quiet=mesh.rank != 0)
         self.log = RunLog(self.folder, config, self.device, self.console)
+
         # Data first: a missing file is found in a moment, the engine's memory takes a while.
-        self.data = together(mesh, lambda: open_data(config))
+        self.data = on_all_ranks(mesh, lambda: open_data(config))
         require_same_data(self.data, config, mesh)
         self.engine = Engine(config, mesh)
         self.at = Position(config)
@@ -97,7 +99,7 @@ class Trainer:
             with self.flag as flag:
                 self._resume()
                 # Only rank 0 writes, but no rank may train on where the folder cannot be written.
-                together(self.mesh, self._open_log)
+                on_all_ranks(self.mesh, self._open_log)
                 with self.console.progress(self.at.progress(self.step), self.at.progress()):
                     finished = self._train(flag, stop_at)
                 if finished:
@@ -137,15 +139,15 @@ class Trainer:
         # The number of valid tokens in the whole batch is known before the first microbatch runs,
         # so that each weighs the same, whatever the layout and the padding.
         with clock.phase("data", "data"):
-            micro = self._micro_batches()
-            valid = count_valid_tokens(micro, mesh)
-            drop = dropout_start(config.train.seed, at.step, micro, mesh)
-            batches = token_batches(micro, 1.0 / max(1, valid), mesh.device, drop)
+            loaded = self._micro_batches()
+            valid = count_valid_tokens(loaded, mesh)
+            dropout = dropout_start(config.train.seed, at.step, loaded, mesh)
+            micro_batches = token_batches(loaded, 1.0 / max(1, valid), mesh.device, dropout)
 
         # Gradients are summed over microbatches, and reduced over replicas during the last one.
         trace = at.step + 1 == config.pipeline.trace_step
         with clock.phase("forward and backward", "compute"):
-            loss = self.engine.forward_backward(batches, trace=trace)
+            loss = self.engine.forward_backward(micro_batches, trace=trace)
 
         # All ranks judge the same loss before the update, so that they skip or stop together.
         before = self.stats.before() if self.stats.is_due(at.step + 1) else None
@@ -196,16 +198,19 @@ class Trainer:
         return self.loader.step(self.step)
 
     def _judge(self, loss: torch.Tensor) -> Spike | None:
-        """The spike that the step's loss is, the same on all ranks; no collective unless asked."""
+        """The spike, on all ranks, if the loss is one; no collective if the policy is off."""
         if not self.at.guard.active:
             return None
         total = comm.all_reduce(loss.detach().clone(), self.mesh.world)
         return self.at.guard.judge(float(total))
 
     def _update(self, lr: float, spike: Spike | None) -> StepResult:
-        """Apply the gradients, unless the loss is a spike. Raises where the settings say stop."""
+        """Apply the gradients, unless the loss is a spike.
+
+        Raises NonFiniteGradientError or LossSpikeError, with the step, if the settings end the run.
+        """
         try:
-            result = self.engine.optimizer.step(lr, hold=spike is not None)
+            result = self.engine.optimizer.step(lr, skip_update=spike is not None)
         except NonFiniteGradientError as error:
             raise NonFiniteGradientError(f"step {self.step + 1}: {error}") from None
         if spike is not None and spike.stop:
@@ -239,7 +244,7 @@ class Trainer:
         return whole
 
     def _signalled(self, flag: SignalFlag) -> bool:
-        """True if any rank has had a signal; all ranks ask together."""
+        """True if any rank has had a signal; all ranks call it."""
         mine = torch.tensor([float(flag.raised)], device=self.mesh.device)
         return bool(comm.all_reduce(mine, self.mesh.world, op="max")[0] > 0)
 
@@ -269,7 +274,7 @@ class Trainer:
             self.console.print(f"weights from {source.path}, everything else new")
 
     def _open_log(self) -> None:
-        """Open the run folder on rank 0 and write what runs: the first line, and some to read."""
+        """Open the run folder on rank 0; write the record's first line and the console's header."""
         if self.mesh.rank != 0:
             return
         config, at, ops = self.config, self.at, self.engine.ops
@@ -280,7 +285,7 @@ class Trainer:
         lines = [
             *run_lines(self.folder, config, size, self.device, memory, ops.name),
             *plain_on_gpu(config, ops, self.mesh.device, self.engine.dtype),
-            *describe(config, self.data, at.plan.first_sample(at.total_steps)),
+            *describe_data(config, self.data, at.plan.first_sample(at.total_steps)),
             *unreached(config, at.total_steps),
         ]
         self.log.open(at.step, at.total_steps, first, lines)
@@ -293,8 +298,7 @@ class Trainer:
 
     def _fail(self, error: BaseException) -> None:
         """Note in the run folder, if it is open, why the run ends; the caller reports the error."""
-        code = 2 if isinstance(error, MegaliteError) else 1
-        self.log.fail(self.step, f"{type(error).__name__}: {error}", code)
+        self.log.fail(self.step, f"{type(error).__name__}: {error}", exit_code(error))
         self._close()
 
     def _close(self) -> None:

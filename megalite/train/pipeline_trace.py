@@ -1,4 +1,4 @@
-"""Records the time line of one step's pipeline in the run folder."""
+"""The time line of one step's pipeline, written into the run folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalite.train.engine import Engine
 
 
 def save_trace(engine: Engine, folder: Path, step: int) -> None:
-    """Write the last step that the engine ran with `trace`; all ranks call it, rank 0 writes.
+    """Write the time line of `step`, the engine's last with `trace`; all ranks call, rank 0 writes.
 
     The lines are those of rank 0's pipeline: first replica, first tensor-parallel rank.
     """

@@ -1,4 +1,4 @@
-"""Loss spikes: when a step's loss is out of line, and what happens then.
+"""The policy for loss spikes: their definition, and whether to skip the step or end the run.
 
 The loss of a step is a spike if it lies above the median of the last `window` normal losses by more
 than `threshold` deviations. A deviation is 1.4826 times the median absolute deviation of the window
@@ -6,9 +6,9 @@ than `threshold` deviations. A deviation is 1.4826 times the median absolute dev
 window does not make every ripple a spike. There is no verdict until the window is full, and losses
 that are not finite are left to `optimizer.non_finite`.
 
-The verdict falls on the loss of the whole global batch, agreed on before the update, so that all
-ranks take it alike. `stop` ends the run with weights and optimizer untouched; `skip` leaves them
-untouched, goes on with the next data, and stops after `optimizer.max_skips` spikes in a row. A
+The loss of the whole global batch is judged, after all ranks have summed it and before the update,
+so that all decide alike. `stop` ends the run with weights and optimizer untouched; `skip` leaves
+them untouched, goes on with the next data, and stops after `optimizer.max_skips` spikes in a row. A
 spike does not enter the window. The window is part of the checkpoint.
 """
 
@@ -30,12 +30,12 @@ _FLOOR = 0.01  # smallest deviation, as a share of the median
 
 
 class LossSpikeError(MegaliteError):
-    """The loss is out of line and the settings say to stop (or too many steps were skipped)."""
+    """The loss is a spike, and the settings end the run (or too many steps were skipped)."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss and what it was held against."""
+    """A loss, and the median and deviation of the window that it was compared with."""
 
     loss: float
     median: float
@@ -44,6 +44,7 @@ class Spike:
 
     @property
     def text(self) -> str:
+        """The spike in words, with its numbers."""
         over = (self.loss - self.median) / self.deviation
         return (
             f"loss {self.loss:.4f} is {over:.1f} deviations of {self.deviation:.4f} above the "
@@ -64,10 +65,11 @@ class SpikeGuard:
 
     @property
     def active(self) -> bool:
+        """True if losses are judged at all."""
         return self.policy != "off"
 
     def judge(self, loss: float) -> Spike | None:
-        """None for a normal loss, which enters the window; otherwise the spike that it is."""
+        """None for a normal loss, which enters the window; otherwise the spike."""
         spike = self._spike(loss)
         if spike is None:
             self.in_a_row = 0
@@ -79,7 +81,7 @@ class SpikeGuard:
         return spike
 
     def message(self, step: int, spike: Spike) -> str:
-        """Why the run stops at `step` (from 1), and what to change."""
+        """The error message of a run that stops at `step` (from 1)."""
         skipped = f", after {self.in_a_row} skipped steps in a row" if self.policy == "skip" else ""
         change = (
             'set train.loss_spike = "skip"'
@@ -93,11 +95,11 @@ class SpikeGuard:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The window and the count of skips, for a checkpoint."""
         return {"losses": list(self.losses), "in_a_row": self.in_a_row}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` gave; a window of another length keeps its newest losses."""
+        """Restore the values that `state` returned; a shorter window keeps the newest losses."""
         self.losses.clear()
         self.losses.extend(state["losses"])
         self.in_a_row = state["in_a_row"]

@@ -1,7 +1,7 @@
-"""Where a run stands: its step, the plan of its batches, skipped steps, the window of losses.
+"""The position of a run: its step, the plan of its batches, skipped steps, the window of losses.
 
-Everything here is the same on every rank. A checkpoint keeps `state`, from which `restore` goes on;
-weights and moments are the engine's.
+Everything here is the same on every rank. A checkpoint keeps `state`, and `restore` takes it up;
+weights and moments belong to the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Position:
         return self.step == self.total_steps
 
     def is_due(self, interval: int) -> bool:
-        """True at each `interval` steps; never with 0."""
+        """True after every `interval` steps; never with 0."""
         return interval > 0 and self.step % interval == 0
 
     def tokens_before(self, step: int) -> int:
@@ -48,12 +48,12 @@ class Position:
         return self.plan.first_sample(step) * self._config.data.seq_length
 
     def progress(self, step: int | None = None) -> int:
-        """The way to the end of a step (None: the last): steps, or samples where steps differ."""
+        """Progress after a step (None: the last): in steps, or in samples if batches grow."""
         step = self.total_steps if step is None else step
         return step if len(self.plan.stages) == 1 else self.plan.first_sample(step)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The position as a checkpoint keeps it."""
         return {
             "step": self.step,
             "consumed_tokens": self.tokens_before(self.step),
@@ -63,7 +63,7 @@ class Position:
         }
 
     def restore(self, found: Resumed) -> None:
-        """Go on from a checkpoint that was loaded."""
+        """Take the position of a checkpoint that was loaded."""
         self.step = self.saved_step = found.step
         self.plan, self.changed = found.plan, found.changed
         self.guard.load(found.saved["spikes"])

@@ -1,4 +1,4 @@
-"""One rank's life: join, train, tell once what went wrong, leave."""
+"""One rank from its start to its exit code: join the others, train, print an error once, leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from megalite.config import RunConfig
 from megalite.distributed.agree import PeerFailedError, require_same_config
 from megalite.distributed.mesh import Mesh
-from megalite.errors import MegaliteError
+from megalite.errors import MegaliteError, exit_code
 from megalite.layout.topology import Topology
 from megalite.process.board import Board
 from megalite.process.determinism import prepare_deterministic, use_deterministic
@@ -24,62 +24,60 @@ from megalite.process.signals import SignalFlag
 from megalite.process.watch import Watch
 from megalite.train.loop import Trainer
 
-# Exit codes of a rank that failed: by an error that the user can fix, by any other.
-_USER_ERROR, _ERROR = 2, 1
-
-# Rank 0 may serve the board: so long it stays at its end for others who still use it.
+# Rank 0 may serve the board, so it waits at its end for others that still use it, at most so long.
 _LINGER_S = 1.0
 
-# A rank says where it is stuck after this share of the collectives' timeout.
+# A rank that is stuck reports where after this share of the collectives' timeout.
 _WATCH_SHARE = 0.5
 
 
-def launched(
+def run_rank_and_exit(
     work: Callable[..., int],
     launch: Launch,
     device: torch.device,
     arguments: tuple[Any, ...],
     timeout_s: float,
 ) -> NoReturn:
-    """`work(launch, device, *arguments)` as one of several ranks that a launcher started: join the
-    others, work, tell what went wrong, end the process with the code.
+    """Run `work` as one of several ranks that a launcher started, and end the process.
 
-    A failed rank ends at once: leaving the process group, or a normal exit of the interpreter, may
-    wait for peers that are waiting for this rank.
+    Joins the other ranks and calls `work(launch, device, *arguments)`, whose result is the exit
+    code. An exception is printed instead, and gives its own code (`errors.exit_code`).
     """
     board: Board | None = None
     try:
         init_process(launch, device, timeout_s)
         board = Board.of_world(launch.rank, launch.world_size)
         code = work(launch, device, *arguments)
-        _part(board)
+        _leave(board)
         end_process()
-    except MegaliteError as error:
-        code = _USER_ERROR
-        tell(error, launch, board)
-    except Exception:
-        code = _ERROR
-        text = traceback.format_exc().rstrip()
-        _say(f"rank {launch.rank} of {launch.world_size} failed:\n{text}")
-    if code in (_USER_ERROR, _ERROR):
-        _part(board)
+    except Exception as error:
+        # A failed rank ends at once: leaving the process group, or a normal exit of the
+        # interpreter, may wait for peers that are waiting for this rank.
+        report_error(error, launch, board)
+        _leave(board)
+        code = exit_code(error)
     sys.stdout.flush()
     os._exit(code)
 
 
-def _part(board: Board | None) -> None:
+def _leave(board: Board | None) -> None:
     if board is not None:
         board.leave(_LINGER_S)
 
 
-def tell(error: MegaliteError, launch: Launch, board: Board | None) -> None:
-    """Print an error that the user can fix: once, where all ranks have the same one."""
+def report_error(error: Exception, launch: Launch, board: Board | None) -> None:
+    """Print an exception: its message if the user can fix it, otherwise the traceback.
+
+    A message that several ranks would print is printed by one of them.
+    """
     if isinstance(error, PeerFailedError):
-        return  # that rank tells
-    text = str(error)
-    if board is None or board.first_to_report(text):
-        for line in text.splitlines():
-            _say(f"[rank {launch.rank}] error: {line}")
+        return  # the rank that failed prints its own error
+    if not isinstance(error, MegaliteError):
+        text = "".join(traceback.format_exception(error)).rstrip()
+        _print_redacted(f"rank {launch.rank} of {launch.world_size} failed:\n{text}")
+    elif board is None or board.first_to_report(str(error)):
+        for line in str(error).splitlines():
+            _print_redacted(f"[rank {launch.rank}] error: {line}")
 
 
 def train_rank(
@@ -92,29 +90,33 @@ def train_rank(
     """One rank's run, inside its process group; returns the run's exit code.
 
     `accept`: settings that may differ from those of the checkpoint to resume from. After a run
-    that was not cut by an error, SIGTERM and SIGUSR1 are ignored: its code stands.
+    that no error ended, SIGTERM and SIGUSR1 are ignored, so that they cannot replace its code.
     """
     timeout_s = config.train.timeout_s
     if config.train.deterministic:
         prepare_deterministic()
         use_deterministic(True)
-    with flag or SignalFlag() as flag:
-        topology = Topology.of(config.parallel)
-        mesh = Mesh(topology, device, timeout_s=timeout_s)
+    signals = flag or SignalFlag()
+    with signals:
+        # Configs are compared before groups are made, because settings decide the groups.
+        mesh = Mesh(Topology.of(config.parallel), device, timeout_s=timeout_s)
         require_same_config(config, mesh, accept)
         mesh.create()
+
         board = Board.of_world(launch.rank, launch.world_size)
-        leaving = flag
         after_s = timeout_s * _WATCH_SHARE
         try:
-            with Watch(mesh.ledger, after_s, _say, board, leaving=lambda: leaving.raised):
-                code = Trainer(config, mesh, accept=accept, flag=flag).run()
+            with Watch(
+                mesh.ledger, after_s, _print_redacted, board, leaving=lambda: signals.raised
+            ):
+                code = Trainer(config, mesh, accept=accept, flag=signals).run()
         finally:
-            if launch.source == "local":  # else the launched process still uses its board
-                _part(board)
-        flag.ignore()
+            if launch.source == "local":  # otherwise `run_rank_and_exit` still uses its board
+                _leave(board)
+        signals.ignore()
         return code
 
 
-def _say(line: str) -> None:
-    print(Redaction()(line), file=sys.stderr, flush=True)
+def _print_redacted(text: str) -> None:
+    """Print to stderr, without keys and tokens of the environment."""
+    print(Redaction()(text), file=sys.stderr, flush=True)

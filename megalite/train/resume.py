@@ -1,7 +1,7 @@
-"""From the newest sound checkpoint back into a run: found, compared, loaded.
+"""Resuming a run from its newest sound checkpoint: find, compare, load.
 
-Everything that would make the resumed run another run is refused here, all at once and before any
-tensor is read, unless the command line accepts it.
+Changes that would make the resumed run another run raise an error here, all of them at once and
+before any tensor is read, unless the command line accepts them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.find import Checkpoint
-from megalite.config import RunConfig
-from megalite.config.resume import DATA
+from megalite.config.resume import DATA, require_resume_mode
 from megalite.errors import CheckpointError
 from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps
 from megalite.train import state
@@ -21,7 +19,7 @@ from megalite.train.changes import (
     Changed,
     changed_data,
     changed_settings,
-    refuse,
+    require_accepted,
     saved_config,
     unused,
 )
@@ -31,7 +29,7 @@ from megalite.train.kernel_choice import kernel_notice, kernel_record
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on from, its batches before and after, and what has changed."""
+    """The checkpoint that was loaded, the plan of batches before and after it, and the changes."""
 
     path: Path
     step: int
@@ -45,20 +43,23 @@ def resume(
     root: Path,
     data: dict[str, Any],
     accept: frozenset[str],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Resumed | None:
     """Load the newest checkpoint under `root`, None if there is none; all ranks call it.
 
-    Raises CheckpointError when checkpoint.resume forbids what is found, or when settings or data
-    differ in a way that is not accepted.
+    data: the identities of the datasets, as saved. report: prints a line. Raises CheckpointError if
+    checkpoint.resume contradicts the folder, or if settings or data differ in a way that is not
+    accepted.
     """
     config = engine.config
     found = state.find_run(root, engine.mesh)
-    if not _wanted(found, root, config):
+    require_resume_mode(config.checkpoint.resume, root, None if found is None else found.path.name)
+    if found is None:
         return None
-    assert found is not None
     for reason in found.skipped:
-        say(f"passed over: {reason}")
+        report(f"passed over: {reason}")
+
+    # The plan first: it decides the length of the run and the learning rates that are compared.
     manifest: Any = found.manifest
     saved: dict[str, Any] = manifest.state["trainer"]
     step = int(saved["step"])
@@ -69,40 +70,25 @@ def resume(
             f"{found.path} is beyond train.steps={steps}; raise train.steps, "
             "or start a run with another name"
         )
+
     old = saved_config(manifest.config, found.path.name)
     changed = [
         *changed_settings(old, config, plan, step),
         *changed_data(saved["data"], data),
     ]
-    refuse(changed, accept, found.path.name)
+    require_accepted(changed, accept, found.path.name)
     notice = kernel_notice(saved.get("kernels"), kernel_record(engine.ops), found.path.name)
     state.load_run(engine, found)
+
+    # Only now: nothing is reported of a checkpoint that cannot be loaded.
     if notice is not None:
-        say(notice)
+        report(notice)
     for change in changed:
         if change.needs == "accept":
-            say(f"accepted: {change.text}")
+            report(f"accepted: {change.text}")
         elif change.name == DATA:
-            say(change.text)
+            report(change.text)
     for name in unused(changed, accept):
-        say(f"--accept {name}: not changed")
-    say(f"resumed from {found.path} at step {step}")
+        report(f"--accept {name}: not changed")
+    report(f"resumed from {found.path} at step {step}")
     return Resumed(found.path, step, plan, saved, changed)
-
-
-def _wanted(found: Checkpoint | None, root: Path, config: RunConfig) -> bool:
-    """Whether there is something to resume from, and checkpoint.resume agrees."""
-    mode = config.checkpoint.resume
-    if found is None:
-        if mode == "must":
-            raise CheckpointError(
-                f'checkpoint.resume="must", but {root} holds no checkpoint; '
-                "check name and out, or set checkpoint.resume to auto"
-            )
-        return False
-    if mode == "never":
-        raise CheckpointError(
-            f'checkpoint.resume="never", but {root} holds {found.path.name}; '
-            "give the run another name, or remove the folder"
-        )
-    return True

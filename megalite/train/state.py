@@ -1,6 +1,6 @@
-"""A run's state in checkpoints: what is saved and how it comes back (resume.py checks it first).
+"""A run's state in checkpoints: saved, found and loaded (resume.py compares it first).
 
-Weights and moments go through `megalite.checkpoint`, rank by rank as they lie; everything else a
+Weights and moments go through `megalite.checkpoint`, each rank's part as it is; everything else a
 bitwise resume needs is a handful of integers, because data order, initial weights and learning rate
 are functions of the step.
 """
@@ -17,7 +17,7 @@ from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.ranks import GroupRanks, Ranks, SingleRank
 from megalite.checkpoint.save import save
 from megalite.distributed.mesh import Mesh
-from megalite.optim.zero1 import DistributedOptimizer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.train.engine import Engine
 
 

@@ -1,7 +1,7 @@
 """Start a run from another run's weights: no moments, no step, no data position.
 
-What is loaded are the weights as they are saved, fp32 masters where the other run had them; this
-run's masters, averages and parameters all follow, so that its first step starts from them.
+The weights are loaded as they were saved: fp32 masters where the other run had them. This run's
+masters, averages and parameters are all set to them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megalite.train.engine import Engine
 from megalite.train.state import named_pieces, ranks_of
 
 _KIND = "param/"
-_NAMED = 5
+_MAX_NAMED = 5  # weights in an error
 
 
 def load_weights(engine: Engine, source: Path) -> Checkpoint:
     """Fill the engine's weights from a run or checkpoint folder; all ranks call it.
 
-    Raises CheckpointError when there is no sound checkpoint, when its weights are of another model
-    (a name, shape or type differs), and when it holds weights that this model has no place for.
+    Raises CheckpointError if there is no sound checkpoint, if its weights are of another model (a
+    name, shape or type differs), or if it holds weights that this model does not have.
     """
     checkpoint = _find(source, engine.mesh)
     pieces = named_pieces(engine.optimizer, engine.mesh, kinds=("param",))
-    _refuse_unused(checkpoint, [piece.name for piece in pieces], engine.mesh)
+    _require_all_used(checkpoint, [piece.name for piece in pieces], engine.mesh)
     load(checkpoint, pieces, ranks_of(engine.mesh), allow_unused=True)
     engine.optimizer.after_weights_load()
     return checkpoint
@@ -48,14 +48,15 @@ def _find(source: Path, mesh: Mesh) -> Checkpoint:
     return found
 
 
-def _refuse_unused(checkpoint: Checkpoint, names: list[str], mesh: Mesh) -> None:
+def _require_all_used(checkpoint: Checkpoint, names: list[str], mesh: Mesh) -> None:
+    """Raise CheckpointError, on all ranks, for saved weights that no rank's `names` have."""
     wanted = {name for rank in comm.all_gather_object(names, mesh.world) for name in rank}
-    there = [name for name in checkpoint.manifest.tensors if name.startswith(_KIND)]
-    unused = [name.removeprefix(_KIND) for name in there if name not in wanted]
+    saved = [name for name in checkpoint.manifest.tensors if name.startswith(_KIND)]
+    unused = [name.removeprefix(_KIND) for name in saved if name not in wanted]
     if unused:
-        more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+        more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
         raise CheckpointError(
             f"checkpoint.load_weights: {checkpoint.path} holds weights that this model has no "
-            f"place for: {', '.join(unused[:_NAMED])}{more}; use the model settings it was saved "
-            "with (its manifest has them)"
+            f"place for: {', '.join(unused[:_MAX_NAMED])}{more}; use the model settings it was "
+            "saved with (its manifest has them)"
         )

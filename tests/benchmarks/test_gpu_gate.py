@@ -150,7 +150,7 @@ def test_a_part_that_fails_leaves_a_row_and_a_dead_device_ends_it() -> None:
     def broken() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    gate.synchronize = broken  # type: ignore[method-assign]
+    gate.synchronize = broken
     with pytest.raises(Dead, match="illegal"), gate.guarded({"kernel": "rope"}):
         broken()
     assert len(rows) == 2

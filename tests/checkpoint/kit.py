@@ -99,10 +99,12 @@ def run_ranks(world_size: int, work: Callable[[Ranks], T]) -> list[T | Exception
 
 def ok(outcome: Sequence[T | Exception]) -> list[T]:
     """The results, or the first error raised again."""
+    results: list[T] = []
     for item in outcome:
         if isinstance(item, Exception):
             raise item
-    return list(outcome)  # type: ignore[arg-type]
+        results.append(item)
+    return results
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import os
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.checkpoint import NamedPiece, Ranks, find_latest, load, open_checkpoint, save
 from megalite.errors import CheckpointError
@@ -172,10 +174,10 @@ def test_disk_full_at_each_step_is_everyones_error(tmp_path: Path, old: Path, st
 
 def test_the_message_names_the_rank_and_the_file(tmp_path: Path) -> None:
     class OneRankIsFull(StepDisk):
-        def write(self, file: object, data: object) -> None:
-            if "rank-00001" in file.name:  # type: ignore[attr-defined]
+        def write(self, file: Any, data: Any) -> None:
+            if "rank-00001" in file.name:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            super().write(file, data)  # type: ignore[arg-type]
+            super().write(file, data)
 
     errors = save_globals(tmp_path, 3, NEW, CUT, OneRankIsFull())
     for error in errors:
@@ -210,9 +212,8 @@ def test_a_rank_that_raises_anything_stops_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def whole(owner: bool = True, **change: object) -> NamedPiece:
-    value = change.get("value", torch.ones(4))
-    return NamedPiece.whole("w", value, owner)  # type: ignore[arg-type]
+def whole(owner: bool = True, value: Tensor | None = None) -> NamedPiece:
+    return NamedPiece.whole("w", torch.ones(4) if value is None else value, owner)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +236,9 @@ def test_incomplete_or_contradicting_pieces_are_not_published(
         save(tmp_path, 1, mine, state={}, config="", layout={}, ranks=ranks)
 
     for error in run_ranks(2, work):
+        assert isinstance(error, Exception)
         with pytest.raises(CheckpointError, match=message):
-            raise error  # type: ignore[misc]
+            raise error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,10 +255,10 @@ def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 def test_a_shard_that_rank_0_cannot_see_is_not_published(tmp_path: Path) -> None:
     class OtherNode(StepDisk):
-        def sync_file(self, file: object) -> None:
-            super().sync_file(file)  # type: ignore[arg-type]
-            if "rank-00001" in file.name:  # type: ignore[attr-defined]
-                Path(file.name).unlink()  # type: ignore[attr-defined]
+        def sync_file(self, file: Any) -> None:
+            super().sync_file(file)
+            if "rank-00001" in file.name:
+                Path(file.name).unlink()
 
     errors = save_globals(tmp_path, 1, NEW, CUT, OtherNode())
     assert all("file system that all nodes share" in str(e) for e in errors)

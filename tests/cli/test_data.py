@@ -69,14 +69,15 @@ def test_a_tokenizer_is_trained_reported_and_used(source: Path, tmp_path: Path) 
 def test_a_tokenizer_that_cannot_be_made_leaves_nothing(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.model"
     before = sorted(tmp_path.iterdir())
-    for more, message in [
+    cases: list[tuple[list[object], str]] = [
         (["--vocab-size", 5000], "largest feasible is"),
         (["--vocab-size", 100], "must be at least 261"),
         (["--sample-bytes", 0], "sample_bytes=0"),
         (["--key", "body"], "missing key 'body'"),
         (["--out", f"{source}/t.model"], "cannot be written"),
         (["--out", source], f"{source} exists"),
-    ]:
+    ]
+    for more, message in cases:
         code, _, stderr = train(source, out, *more)
         assert (code, stderr.startswith("error: "), stderr.count("\n")) == (2, True, 1)
         assert message in stderr
@@ -114,12 +115,13 @@ def test_a_refusal_says_what_it_kept_and_either_remedy_goes_on(
     arguments = ["prepare", source, "--tokenizer", tmp_path / "t.model", "--out", out]
     arguments += ["--workers", 1]
     kept = f"note: what was done before is kept in {out}.unfinished; once that is mended, the same"
-    for more, says in [
+    cases: list[tuple[list[object], str]] = [
         ([], f"{kept} command goes on\n"),
         (["--workers", 0], ""),
         (["--key", "t"], f"note: {out}.unfinished still holds what an interrupted run has done\n"),
         (["--restart"], f"{kept} command without --restart goes on\n"),
-    ]:
+    ]
+    for more, says in cases:
         code, _, stderr = invoke(*arguments, *more)
         assert code == 2
         assert stderr.startswith("error: ")

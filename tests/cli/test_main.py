@@ -41,8 +41,8 @@ def run_file(tmp_path: Path) -> Path:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Stands in for the trainer and records what it is called with."""
     calls: list[dict[str, Any]] = []
-    launch = types.ModuleType("megalite.train.launch")
-    launch.train_command = lambda config, launch, **rest: calls.append(  # type: ignore[attr-defined]
+    launch: Any = types.ModuleType("megalite.train.launch")
+    launch.train_command = lambda config, launch, **rest: calls.append(
         {"config": config, "launch": launch, **rest}
     )
     monkeypatch.setitem(sys.modules, "megalite.train.launch", launch)
@@ -181,8 +181,8 @@ def test_errors_of_other_parts_are_lines_too(
     def fail(config: object, launch: object, **_: object) -> None:
         raise DataError("the corpus is empty")
 
-    launch = types.ModuleType("megalite.train.launch")
-    launch.train_command = fail  # type: ignore[attr-defined]
+    launch: Any = types.ModuleType("megalite.train.launch")
+    launch.train_command = fail
     monkeypatch.setitem(sys.modules, "megalite.train.launch", launch)
     result = invoke("train", run_file)
     assert (result.exit_code, result.stderr) == (2, "error: the corpus is empty\n")

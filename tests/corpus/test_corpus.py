@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,9 +45,9 @@ MORE_BAD = [
 ALL_BAD = [*BAD_LINES.items(), *MORE_BAD]
 
 
-def read(path: Path, **options: object) -> tuple[list[str], CorpusReport]:
+def read(path: Path, **options: Any) -> tuple[list[str], CorpusReport]:
     report = CorpusReport()
-    corpus = open_corpus(str(path), **options)  # type: ignore[arg-type]
+    corpus = open_corpus(str(path), **options)
     return list(corpus.documents(report)), report
 
 
@@ -288,9 +289,9 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
         ({"suffixes": [".py"]}, "choose files of a folder"),
     ],
 )
-def test_bad_settings_are_refused(options: dict[str, object], message: str) -> None:
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        open_corpus("builtin", **options)  # type: ignore[arg-type]
+        open_corpus("builtin", **options)
 
 
 def test_unknown_sources_are_refused(tmp_path: Path) -> None:

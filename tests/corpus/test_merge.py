@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,10 +99,10 @@ def test_documents_of_several_sequences_and_modes_are_kept(tmp_path: Path) -> No
     assert (tmp_path / "out.idx").read_bytes() == wanted
 
 
-def changed(prefix: Path, **fields: object) -> None:
+def changed(prefix: Path, **fields: Any) -> None:
     path = Path(f"{prefix}.json")
     sidecar = json.loads(path.read_text())
-    tokenizer = {**sidecar["tokenizer"], **fields.pop("tokenizer", {})}  # type: ignore[dict-item]
+    tokenizer = {**sidecar["tokenizer"], **fields.pop("tokenizer", {})}
     path.write_text(json.dumps({**sidecar, **fields, "tokenizer": tokenizer}))
 
 
@@ -116,7 +117,7 @@ def test_datasets_that_do_not_fit_are_refused_and_nothing_is_made(
     changed(tmp_path / "d", fingerprint="0" * 64)
     wide, narrow = make([[1]], 70_000, "wide"), make([[1]], 1000, "narrow")
     before = sorted(tmp_path.iterdir())
-    for names, message in [
+    cases: list[tuple[Sequence[str | Path], str]] = [
         (["a", "b"], "tokenizer .sha256. differs"),
         (["a", "c"], f"vocab_size differs: {tmp_path}/a has {VOCAB_SIZE}, {tmp_path}/c has 300"),
         (["a", "d"], "fingerprint: found"),
@@ -124,7 +125,8 @@ def test_datasets_that_do_not_fit_are_refused_and_nothing_is_made(
         (["a", narrow], "sidecar .PREFIX.json. present differs"),
         (["a", "gone"], "gone.idx: no such file"),
         ([], "no dataset to merge"),
-    ]:
+    ]
+    for names, message in cases:
         with pytest.raises(DataError, match=message):
             merge(str(tmp_path / "out"), [str(tmp_path / name) for name in names])
     for out, message in [("a", "is one of the datasets"), ("c", r"c\.idx exists")]:

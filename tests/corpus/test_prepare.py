@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.data.prepare import app
-from megalite.corpus import publish, sources
+from megalite.corpus import sources
 from megalite.corpus.prepare import prepare
 from megalite.data.dataset import TokenDataset
 from megalite.data.tokenizer import Tokenizer
@@ -91,10 +93,10 @@ def test_workers_and_chunks_do_not_change_the_result(
     ],
 )
 def test_what_cannot_run_leaves_nothing(
-    tmp_path: Path, source: str, options: dict[str, object], message: str
+    tmp_path: Path, source: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        prepare(source, str(tmp_path / "out"), **options)  # type: ignore[arg-type]
+        prepare(source, str(tmp_path / "out"), **options)
     assert names(tmp_path) == []
 
 
@@ -113,7 +115,7 @@ def test_full_disk_is_a_clear_error_and_leaves_nothing(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(publish.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="cannot be written: No space left"):
         prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE)
     assert names(tmp_path) == []

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.corpus import encode_pool, sources
+from megalite.corpus.documents import CorpusChunk
 from megalite.corpus.encode_pool import EncodePool, Worker
 from megalite.corpus.encoding import EncodeOptions, Encoder
 from megalite.corpus.prepare import PrepareReport, prepare
@@ -311,7 +312,7 @@ def test_chunks_without_a_document_are_not_kept(
 def test_the_first_documents_are_checked_wherever_they_are(work: Path, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("{\n" * 2000 + '{"text": "a line"}\n' * 9)
-    given = {"tokenizer": str(work / "t.model"), "policy": "skip"}
+    given: dict[str, Any] = {"tokenizer": str(work / "t.model"), "policy": "skip"}
     for workers in (1, 2):
         report = prepare(str(source), str(tmp_path / "out"), num_workers=workers, **given)
         assert report.num_round_trips == report.num_round_trips_exact == 9
@@ -358,11 +359,11 @@ def test_a_mended_document_is_all_that_is_done_again(work: Path, tmp_path: Path)
     source = tmp_path / "a.jsonl"
     good = b'{"text": "a line"}\n'
     source.write_bytes(good * 500 + b"{\n" + good * 10)
-    options = {"tokenizer": str(work / "t.model"), "num_workers": 1}
+    options: dict[str, Any] = {"tokenizer": str(work / "t.model"), "num_workers": 1}
     with pytest.raises(DataError, match=r"a\.jsonl:501: broken JSON"):
-        prepare(str(source), str(tmp_path / "out"), **options)  # type: ignore[arg-type]
+        prepare(str(source), str(tmp_path / "out"), **options)
     source.write_bytes(good * 511)
-    report = prepare(str(source), str(tmp_path / "out"), **options)  # type: ignore[arg-type]
+    report = prepare(str(source), str(tmp_path / "out"), **options)
     assert 400 < report.num_kept_documents <= 500
     assert report.num_documents == 511
 
@@ -446,11 +447,11 @@ def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.Monkey
     encoder = Encoder(Tokenizer(work / "t.model"), EncodeOptions("text", "skip"))
     given_out = 0
 
-    def chunks() -> Iterator[sources.CorpusChunk]:
+    def chunks() -> Iterator[CorpusChunk]:
         nonlocal given_out
         for n in range(40):
             given_out += 1
-            yield sources.CorpusChunk("lines", b'{"text": "a"}\n' * 50, "f", 50 * n + 1)
+            yield CorpusChunk("lines", b'{"text": "a"}\n' * 50, "f", 50 * n + 1)
 
     for held_bytes, most in ((1 << 20, 5), (1000, 2)):
         monkeypatch.setattr(encode_pool, "HELD_BYTES", held_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import sentencepiece
@@ -114,22 +115,24 @@ def test_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_training_gives_the_same_result_each_time(model_type: str) -> None:
-    first, _ = train_tokenizer([TEXT], 400, model_type, 10_000)  # type: ignore[arg-type]
-    second, _ = train_tokenizer([TEXT], 400, model_type, 10_000)  # type: ignore[arg-type]
+def test_training_gives_the_same_result_each_time(model_type: Literal["bpe", "unigram"]) -> None:
+    first, _ = train_tokenizer([TEXT], 400, model_type, 10_000)
+    second, _ = train_tokenizer([TEXT], 400, model_type, 10_000)
     assert first == second
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_too_large_a_vocabulary_names_the_largest_feasible(model_type: str) -> None:
+def test_too_large_a_vocabulary_names_the_largest_feasible(
+    model_type: Literal["bpe", "unigram"],
+) -> None:
     text = "hello world\nhello there\n" * 20
     with pytest.raises(DataError, match=r"vocab_size=5000 .* largest feasible is \d+") as caught:
-        train_tokenizer([text], 5000, model_type)  # type: ignore[arg-type]
+        train_tokenizer([text], 5000, model_type)
     largest = int(str(caught.value).split("largest feasible is ")[1].split(":")[0])
-    content, _ = train_tokenizer([text], largest, model_type)  # type: ignore[arg-type]
+    content, _ = train_tokenizer([text], largest, model_type)
     assert Tokenizer.from_bytes(content, "x").vocab_size == largest
     with pytest.raises(DataError, match=f"largest feasible is {largest}"):
-        train_tokenizer([text], largest + 1, model_type)  # type: ignore[arg-type]
+        train_tokenizer([text], largest + 1, model_type)
 
 
 def test_too_small_a_vocabulary_names_the_smallest_feasible() -> None:

@@ -36,7 +36,7 @@ def open_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int]
     def build(source: int, samples: int) -> TokenSpan:
         if (source, samples) not in made:
             ids = np.arange(samples * S + 1) + 1000 * source
-            prefix = write_dataset(folder / f"{source}-{samples}", [ids], vocab_size=9000)
+            prefix = write_dataset(folder / f"{source}-{samples}", [ids.tolist()], vocab_size=9000)
             made[source, samples] = TokenDataset(prefix).span()
         return made[source, samples]
 

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.corpus import publish
 from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.data.indexed import IndexedDataset, byte_offsets, dtype_for_vocab
 from megalite.errors import DataError
@@ -89,12 +89,12 @@ def test_writer_refuses_an_id_outside_the_vocabulary(tmp_path: Path, bad: int) -
 
 
 @pytest.mark.parametrize("ids", [[0.5], [True], ["a"], [[1, 2]]])
-def test_writer_refuses_what_is_not_a_row_of_integers(tmp_path: Path, ids: list[object]) -> None:
+def test_writer_refuses_what_is_not_a_row_of_integers(tmp_path: Path, ids: Any) -> None:
     with (
         pytest.raises(DataError, match="one-dimensional sequence of integers"),
         IndexedWriter(tmp_path / "a", 1000) as writer,
     ):
-        writer.add_document(ids)  # type: ignore[arg-type]
+        writer.add_document(ids)
 
 
 def test_writer_refuses_a_sequence_longer_than_int32(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_interruption_at_any_rename_leaves_nothing_loadable(
             done += 1
             Path(source).rename(target)
 
-        monkeypatch.setattr(publish.os, "replace", replace)
+        monkeypatch.setattr(os, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
             publish_three_tokens(prefix)
         with pytest.raises(DataError, match="no such file"):

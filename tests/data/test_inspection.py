@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,8 +66,8 @@ def test_damaged_tokens_fail_a_check_and_the_command(
 
 
 def test_another_tokenizer_is_noticed(prefix: str, tmp_path: Path) -> None:
-    options = {"vocab_size": 280, "num_workers": 1}
-    prepare(str(tmp_path / "a.jsonl"), str(tmp_path / "b"), **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"vocab_size": 280, "num_workers": 1}
+    prepare(str(tmp_path / "a.jsonl"), str(tmp_path / "b"), **options)
     found = inspect_dataset(prefix, str(tmp_path / "b.model"))
     assert [check.name for check in found.checks if not check.good] == ["tokenizer"]
 

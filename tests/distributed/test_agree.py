@@ -17,7 +17,7 @@ from megalite.distributed.agree import require_same_config
 from megalite.errors import ConfigError, DataError
 from megalite.process.signals import EXIT_SAVED_ON_SIGNAL
 from megalite.record.records import lock_folder, read_metrics
-from megalite.train.datasets import open_data
+from megalite.train.run_data import open_data
 from tests.pool import RankPool
 from tests.train.kit.runs import lines, make_config, make_trainer, train, write_tokens
 
@@ -55,7 +55,11 @@ def test_an_evaluation_due_where_a_run_was_stopped_is_not_lost(
     pool: RankPool, tmp_path: Path
 ) -> None:
     write_tokens(tmp_path / "data", 60)
-    options = {"eval__interval": 2, "eval__batches": 1, "data__split": (0.8, 0.2)}
+    options: dict[str, Any] = {
+        "eval__interval": 2,
+        "eval__batches": 1,
+        "data__split": (0.8, 0.2),
+    }
     config = make_config(tmp_path, "stopped", train__steps=6, **options)
     pool.run(train, 1, [(config, 4), (config, None)])
     assert [line["step"] for line in lines(tmp_path / "stopped", "eval")] == [2, 4, 6]
@@ -88,7 +92,11 @@ def test_another_tokenizer_than_the_datasets_is_refused(tmp_path: Path) -> None:
 
 def test_state_is_saved_before_an_evaluation(pool: RankPool, tmp_path: Path) -> None:
     write_tokens(tmp_path / "data", 60)
-    options = {"eval__interval": 2, "data__split": (0.8, 0.2), "checkpoint__interval": 2}
+    options: dict[str, Any] = {
+        "eval__interval": 2,
+        "data__split": (0.8, 0.2),
+        "checkpoint__interval": 2,
+    }
     config = make_config(tmp_path, "order", train__steps=4, **options)
     pool.run(train, 1, [(config, None)])
     kinds = [line["kind"] for line in read_metrics(tmp_path / "order" / "metrics.jsonl")]
@@ -103,15 +111,15 @@ def cut_short(ctx: Any, config: RunConfig) -> list[int]:
         trainer = make_trainer(ctx, config)
         forward, seen = trainer.engine.forward_only, 0
 
-        def listen(batches: Any, trainer: Any = trainer, forward: Any = forward) -> Any:
+        def listen(micro_batches: Any, trainer: Any = trainer, forward: Any = forward) -> Any:
             nonlocal seen
             seen += 1
             if seen == 3 and ctx.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)  # to one rank only
-            return forward(batches)
+            return forward(micro_batches)
 
         if attempt == 0:
-            trainer.engine.forward_only = listen  # type: ignore[method-assign]
+            trainer.engine.forward_only = listen
         codes.append(trainer.run())
     return codes
 

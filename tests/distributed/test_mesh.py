@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,7 +232,7 @@ def test_a_lone_process_needs_no_process_group() -> None:
     assert [mesh.axis(kind).group for kind in KINDS] == [None] * len(KINDS)
     assert mesh.embedding.member
     with pytest.raises(ConfigError, match=r"no mesh axis 'sp'"):
-        mesh.axis("sp")
+        mesh.axis(cast(Any, "sp"))
 
 
 def test_a_layout_that_does_not_fit_the_world_is_refused() -> None:

@@ -50,8 +50,13 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.detach().double() - want.double()).abs().max()) / scale_of(want)
 
 
-def assert_matches(got: Tensor, want: Tensor) -> None:
-    """`got` is the float64 `want`, as near as its dtype allows when rounded only once."""
+def assert_matches(got: Tensor | None, want: Tensor | None) -> None:
+    """`got` is the float64 `want`, as near as its dtype allows when rounded only once.
+
+    A gradient that is missing (None) fails.
+    """
+    assert got is not None
+    assert want is not None
     want = want.detach()
     assert got.shape == want.shape
     assert want.dtype == torch.float64

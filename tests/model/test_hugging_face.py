@@ -40,7 +40,7 @@ class ExactRotation(nn.Module):
         return angle.cos(), angle.sin()
 
 
-def exact_norm(module: nn.Module, x: Tensor) -> Tensor:
+def exact_norm(module: Any, x: Tensor) -> Tensor:
     """Their RMSNorm without its cast to float32."""
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
     return module.weight * (x * scale)

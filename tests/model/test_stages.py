@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.layout.sharding import ShardSpec
 from megalite.model.norm import RMSNorm
-from megalite.run.parameters import ModelStage
+from megalite.run.parameters import ModelStage, Tying
 from megalite.tensor_parallel.context import LayerContext
 from tests.model.kit.small import (
     gradients,
@@ -26,12 +27,14 @@ def run_stages(config, counts, batch):
     stages, start = [], 0
     for index, count in enumerate(counts):
         first, last = index == 0, index == len(counts) - 1
-        at_end = "within" if first and last else "copied" if first or last else "no"
-        tied = at_end if config.tie_embeddings else "no"
+        at_end: Tying = "within" if first and last else "copied" if first or last else "no"
+        tied: Tying = at_end if config.tie_embeddings else "no"
         layers = range(start, start + count)
         stages.append(make_stage(config, ModelStage(index, layers, first, last, tied)))
         start += count
-    inputs, outputs, x = [], [], None
+    inputs: list[Tensor | None] = []
+    outputs: list[Tensor] = []
+    x: Tensor | None = None
     for stage in stages:
         x = None if x is None else x.detach().requires_grad_()
         inputs.append(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,7 +138,8 @@ def test_deferred_weight_gradients_have_the_same_bits(recompute, tied) -> None:
     config, batch = model_config(tie_embeddings=tied), make_batch(cuts=(5,))
     now, later = (make_stage(config, recompute=recompute) for _ in range(2))
     now(None, batch).backward()
-    later.grads.deferred = queue = []
+    queue: list[Callable[[], None]] = []
+    later.grads.deferred = queue
     later(None, batch).backward()
     later.grads.deferred = None
     assert not gradients(later)["layers.0.attention.qkv.weight"].any()
@@ -180,7 +182,7 @@ def test_no_parameter_is_read_before_its_section_is_announced(tied, recompute) -
             for param in model.sections()[section]:
                 param.copy_(values[param])
 
-    model.before = before
+    model.before_section = before
     with torch.no_grad():
         for param in values:
             param.fill_(torch.nan)

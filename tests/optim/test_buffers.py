@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class ListChunk:
     def __init__(self, params: list[tuple[nn.Parameter, ShardSpec]]) -> None:
         self._params = params
         self.grads = GradStore()
-        self.before = None
+        self.before_section: Callable[[int], None] | None = None
 
     def named_params(self) -> list[tuple[nn.Parameter, ShardSpec]]:
         return self._params

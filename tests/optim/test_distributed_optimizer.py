@@ -31,7 +31,7 @@ LAYOUTS = [
     (3, {}, 1, 0.1),
     (2, {"tp": 2}, 1, 1e9),
 ]
-VARIANTS = [
+VARIANTS: list[dict[str, Any]] = [
     {"zero": zero, "overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     for zero in (0, 1)
     for overlap in (False, True)

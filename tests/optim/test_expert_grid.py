@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalite.checkpoint import find_latest, load, save
 from megalite.config import OptimizerConfig
-from megalite.optim.zero1 import DistributedOptimizer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.train.state import named_pieces, ranks_of
 from tests.optim.kit.synthetic import (
     Expected,
@@ -90,7 +91,8 @@ def resumed(ctx: RankContext, folder: str, want: Expected) -> list[float]:
         found = find_latest(root, ranks_of(other))
         assert found is not None
         load(found, named_pieces(optimizer, other), ranks_of(other))
-        optimizer.load_scalars(dict(found.manifest.state))
+        scalars: Any = found.manifest.state
+        optimizer.load_scalars(dict(scalars))
         optimizer.after_load()
         train(chunks, optimizer, other, 1, first_step=STEPS - 1)
         errors.append(worst_error(chunks, optimizer, other, want))

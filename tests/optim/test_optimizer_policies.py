@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
 from megalite.layout.bucket_plan import ALIGN
 from megalite.layout.topology import Topology
-from megalite.optim.zero1 import DistributedOptimizer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from tests.optim.kit.synthetic import SyntheticChunk, accumulate, layer_specs, make, train
 from tests.pool import RankContext, RankPool
 
@@ -62,7 +62,9 @@ def test_one_bad_element_on_one_rank_skips_everywhere(
     assert not ranks[0]["after"][0]
 
 
-def train_with_an_empty_stage(ctx: RankContext, zero: int, frozen: bool) -> tuple[str, float]:
+def train_with_an_empty_stage(
+    ctx: RankContext, zero: Literal[0, 1], frozen: bool
+) -> tuple[str, float]:
     """Two steps where the last stage has no parameter, or only frozen ones."""
     mesh = ctx.mesh(pp=2)
     empty = mesh.pp.rank == 1
@@ -173,8 +175,8 @@ def launches(ctx: RankContext, overlap: bool, in_order: bool) -> dict[str, list[
     optimizer.step(0.1)
     pending = [len(optimizer._gathers[0]._pending)]
     for section in range(len(chunk.sections())):
-        assert chunk.before is not None
-        chunk.before(section)
+        assert chunk.before_section is not None
+        chunk.before_section(section)
         pending.append(len(optimizer._gathers[0]._pending))
     return {"started": started, "pending": pending}
 

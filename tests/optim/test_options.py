@@ -211,7 +211,7 @@ def test_bfloat16_moments_stay_near_and_weights_within_a_few_rounded_updates() -
 
 # --- bytes ---------------------------------------------------------------------------------------
 
-BYTES = {
+BYTES: dict[str, tuple[dict[str, Any], float]] = {
     "": ({}, 12.0),
     "bf16 moments": ({"moment_dtype": "bfloat16"}, 8.0),
     "average": ({"ema_decay": 0.9}, 16.0),

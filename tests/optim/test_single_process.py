@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +11,8 @@ from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
 from megalite.kernels.plain.adamw import square_sum
 from megalite.layout.topology import Topology
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.norm import NonFiniteGradientError, clip_coefficient
-from megalite.optim.zero1 import DistributedOptimizer
 from tests.optim.kit.synthetic import (
     accumulate,
     expected,
@@ -30,7 +32,7 @@ def one_rank_mesh() -> Mesh:
 @pytest.mark.parametrize("clip_grad", [None, 0.1, 40.0, 1e6])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_equals_torch_adamw(mesh: Mesh, clip_grad: float | None, zero: int) -> None:
-    settings = {"clip_grad": clip_grad, "weight_decay": 0.3, "beta1": 0.8}
+    settings: dict[str, Any] = {"clip_grad": clip_grad, "weight_decay": 0.3, "beta1": 0.8}
     chunks, optimizer = make(mesh, zero=zero, **settings)
     results = train(chunks, optimizer, mesh, 4)
     want = expected(4, OptimizerConfig.model_validate(settings))

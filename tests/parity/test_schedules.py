@@ -51,7 +51,7 @@ def test_schedule_equals_one_process(pool: RankPool, case: Case) -> None:
 
 def full_cases() -> list[Case]:
     """Every name on 2, 4 and 8 ranks with 1, 2 and 4 chunks where it is defined."""
-    cases = []
+    cases: list[Case] = []
     for index, (name, named) in enumerate(SCHEDULES.items()):
         for pp in (2, 4, 8):
             numbers = (2 * pp, 2 * pp + 1) if name == "dualpipe-v" else (1, pp, 2 * pp + 1)

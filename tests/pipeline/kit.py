@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.mesh import Mesh
-from megalite.pipeline import Boundary, PipelineRuntime
+from megalite.pipeline import BoundarySpec, PipelineRuntime
 from megalite.schedules import Schedule, build, family, fuse, peak_live, recompute
 
 TOKENS, HIDDEN = 3, 4
-BOUNDARY = Boundary((TOKENS, HIDDEN), torch.float64)
+BOUNDARY = BoundarySpec((TOKENS, HIDDEN), torch.float64)
 
 
 class Store:
@@ -57,7 +57,7 @@ class TinyStage:
 
     def __init__(self, stage: int, num_stages: int, num_tokens: int) -> None:
         draw = torch.Generator().manual_seed(stage)
-        new = {"dtype": torch.float64, "generator": draw}
+        new: dict[str, Any] = {"dtype": torch.float64, "generator": draw}
         self.weight = torch.randn(HIDDEN, HIDDEN, **new).requires_grad_()
         self.bias = torch.randn(HIDDEN, **new).requires_grad_()
         self.grads = Store()
@@ -72,7 +72,7 @@ class TinyStage:
 
 def micro_batches(num: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(99)
-    new = {"dtype": torch.float64, "generator": draw}
+    new: dict[str, Any] = {"dtype": torch.float64, "generator": draw}
     return [
         {"x": torch.randn(TOKENS, HIDDEN, **new), "y": torch.randn(TOKENS, HIDDEN, **new)}
         for _ in range(num)
@@ -84,9 +84,10 @@ def serial(num_stages: int, m: int) -> tuple[list[Tensor], list[dict[str, Tensor
     stages = [TinyStage(stage, num_stages, m * TOKENS) for stage in range(num_stages)]
     losses = []
     for micro_batch in micro_batches(m):
-        x = None
+        x: Tensor | None = None
         for stage in stages:
             x = stage.forward(x, micro_batch)
+        assert x is not None
         x.backward()
         losses.append(x.detach())
     return losses, [stage.grads.sums for stage in stages]

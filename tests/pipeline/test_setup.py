@@ -6,7 +6,7 @@ import torch
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
-from megalite.pipeline import Boundary, PipelineRuntime
+from megalite.pipeline import BoundarySpec, PipelineRuntime
 from megalite.pipeline.interpreter import last_backward_starts
 from megalite.schedules import build, family, lower
 from tests.pipeline.kit import BOUNDARY, make_schedule, micro_batches, problems, stages_of
@@ -18,8 +18,8 @@ def set_up(ctx, odd, change):
     boundary, name, v, m = BOUNDARY, "gpipe", 1, 3
     if ctx.rank == odd:
         boundary = {
-            "length": Boundary((5, 4), torch.float64),
-            "dtype": Boundary((3, 4), torch.float32),
+            "length": BoundarySpec((5, 4), torch.float64),
+            "dtype": BoundarySpec((3, 4), torch.float32),
         }.get(change, BOUNDARY)
         name = "1f1b" if change == "schedule" else name
         m = 4 if change == "micro batches" else m
@@ -75,7 +75,9 @@ def test_counts_must_fit():
 def test_a_stage_that_raises_is_shown_in_its_program():
     runtime, stages = one_rank("gpipe")
     stages[1].forward = lambda _input, batch: torch.linalg.inv(0 * batch["x"].T @ batch["x"])
-    with pytest.raises(torch.linalg.LinAlgError, match="singular") as caught:
+    # a documented name, which torch's module imports without exporting it
+    error = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+    with pytest.raises(error, match="singular") as caught:
         runtime.run(micro_batches(3))
     where = "pipeline rank 0 of 1, action 4 of 14: F0.0 F0.1 F0.2 >>F1.0<< F1.1 F1.2 BW1.0 BW1.1"
     assert caught.value.__notes__ == [where]
@@ -83,7 +85,8 @@ def test_a_stage_that_raises_is_shown_in_its_program():
 
 
 def test_where_a_rank_is_can_be_asked_at_any_time():
-    seen = []
+    seen: list[str] = []
+    runtime: PipelineRuntime
     runtime, _ = one_rank(v=1, m=1, on_action=lambda _: seen.append(runtime.where()))
     assert runtime.where() == "pipeline: not running"
     runtime.run(micro_batches(1))
@@ -97,7 +100,7 @@ def test_where_a_rank_is_can_be_asked_at_any_time():
 
 
 def test_outputs_that_do_not_fit_are_refused():
-    for boundary in (Boundary((3, 5), torch.float64), Boundary((3, 4), torch.float32)):
+    for boundary in (BoundarySpec((3, 5), torch.float64), BoundarySpec((3, 4), torch.float32)):
         runtime, _ = one_rank(boundary=boundary)
         with pytest.raises(ConfigError, match=r"stage 0 returned \[3, 4\] float64, but"):
             runtime.run(micro_batches(3))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from megalite.config import RunConfig
-from megalite.planner.activations import held_by
+from megalite.planner.activations import microbatch_bytes
 from megalite.planner.states import rank_states
 from megalite.run.parameters import stage_parameters
 from megalite.run.pipeline_schedule import make_schedule
@@ -102,14 +102,14 @@ def rank_bytes(ctx: Any, case: Case, changes: Changes) -> tuple[Any, list[Any]]:
         ) == [spec for _, spec in chunk.named_params()]
         triples = [measured(chunk, batches[0]) for _ in range(3)]
         least = [min(column) for column in zip(*triples, strict=True)]
-        chunks.append((stage, held_by(engine.config, stage), least))
+        chunks.append((stage, microbatch_bytes(engine.config, stage), least))
     return (rank_states(engine.config, mine), counted), chunks
 
 
 @pytest.mark.parametrize("sizes", [{"head_dim": 64}, {"ffn_hidden_size": 8}], ids=str)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_attention_that_outweighs_its_block_is_bounded(
-    pool: RankPool, recompute: str, sizes: dict[str, int]
+    pool: RankPool, recompute: Literal["none", "selective", "full"], sizes: dict[str, int]
 ) -> None:
     """Then attention's backward takes most; on the CPU with copies of torch's own."""
     case = Case(m=2, micro_batch=4, pp=3, recompute=recompute)

@@ -10,6 +10,7 @@ below each, and not by much where these are small.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ SHAPE_405B = {"num_layers": 4, "hidden_size": 16384, "num_heads": 128, "num_kv_h
 class Measured:
     """peaks_gib: of a rank of each pipeline rank. most: how far below it the plan may lie."""
 
-    model: dict[str, int]
+    model: dict[str, Any]
     tp: int
     pp: int
     dp: int
@@ -62,7 +63,7 @@ ROWS = [
 def planned_gib(row: Measured) -> list[float]:
     config = check_and_resolve(
         RunConfig(
-            model=ModelConfig(**row.model, vocab_size=128256),  # type: ignore[arg-type]
+            model=ModelConfig(**row.model, vocab_size=128256),
             parallel=ParallelConfig(tp=row.tp, pp=row.pp, dp=row.dp, sequence_parallel=row.tp > 1),
             pipeline=PipelineConfig(schedule="1f1b"),
             optimizer=OptimizerConfig(lr=1e-4, lr_schedule="constant"),

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ def main() -> None:
         print(pid, flush=True)
 
 
-def launch(fn, method: str, folder: Path) -> None:
+def launch(fn, method: Any, folder: Path) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

@@ -36,7 +36,8 @@ def switched(ctx: Any) -> tuple[bool, bool, bool]:
         return (
             before,
             determinism()["algorithms"],
-            torch.utils.deterministic.fill_uninitialized_memory,
+            # torch puts an object with this property in the module's place, unknown to its stubs
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         )
     finally:
         use_deterministic(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any, cast
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_cuda_needs_a_gpu_for_each_process_here(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"it has 0"):
         pick_device(here, "cuda")
     with pytest.raises(ConfigError, match=r"device='tpu'; allowed are"):
-        pick_device(here, "tpu")
+        pick_device(here, cast(Any, "tpu"))
 
 
 def test_a_loopback_host_name_is_refused_with_the_setting_that_helps() -> None:

@@ -60,16 +60,17 @@ def start(tmp_path_factory) -> Iterator[Callable[..., Job]]:
     )
     assert server.stdin is not None
     assert server.stdout is not None
+    requests, answers = server.stdin, server.stdout
 
     def begin(scenario: str, method: str = "fork") -> Job:
         folder = tmp_path_factory.mktemp(scenario)
-        server.stdin.write(f"{scenario} {method} {folder}\n")
-        server.stdin.flush()
-        return Job(int(server.stdout.readline()), folder)
+        requests.write(f"{scenario} {method} {folder}\n")
+        requests.flush()
+        return Job(int(answers.readline()), folder)
 
     yield begin
-    server.stdin.close()
-    server.stdout.close()
+    requests.close()
+    answers.close()
     server.wait()
 
 

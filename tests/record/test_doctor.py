@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import socket
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,11 +59,9 @@ def test_this_machine_can_train_and_json_says_the_same(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_fails_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = doctor.version
-
     def without_numpy(package: str) -> str:
         if package == "numpy":
-            raise doctor.PackageNotFoundError(package)
+            raise PackageNotFoundError(package)
         return version(package)
 
     monkeypatch.setattr(doctor, "version", without_numpy)
@@ -143,12 +143,12 @@ def test_devices_have_the_peak_of_their_file_or_none(monkeypatch: pytest.MonkeyP
 
 def test_a_host_name_without_an_address_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for address, status in (("127.0.1.1", "warning"), ("10.0.0.5", "ok")):
-        monkeypatch.setattr(doctor.socket, "gethostbyname", lambda name, a=address: a)
+        monkeypatch.setattr(socket, "gethostbyname", lambda name, a=address: a)
         assert doctor._host_name().status == status
 
     def unknown(name: str) -> str:
         raise OSError("no such name")
 
-    monkeypatch.setattr(doctor.socket, "gethostbyname", unknown)
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert doctor._host_name().status == "warning"
     assert sys.version_info >= doctor._MIN_PYTHON

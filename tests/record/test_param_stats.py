@@ -23,7 +23,7 @@ from tests.train.kit.runs import (
     write_tokens,
 )
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 32,
     "num_heads": 4,
@@ -132,15 +132,15 @@ def counted_calls(ctx: Any, config: RunConfig) -> list[int]:
         calls[0] += 1
         return before(self)
 
-    def count_after(self: ParamStats, *arguments: Any) -> Any:
+    def count_after(self: ParamStats, *arguments: Any, **named: Any) -> Any:
         calls[1] += 1
-        return after(self, *arguments)
+        return after(self, *arguments, **named)
 
-    ParamStats.before, ParamStats.after = count_before, count_after  # type: ignore[method-assign]
+    ParamStats.before, ParamStats.after = count_before, count_after
     try:
         train(ctx, [(config, None)])
     finally:
-        ParamStats.before, ParamStats.after = before, after  # type: ignore[method-assign]
+        ParamStats.before, ParamStats.after = before, after
     return calls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import struct
@@ -97,8 +98,8 @@ def test_tensorboard_has_every_scalar_of_the_last_attempt(tmp_path: Path) -> Non
 
 def wandb_records(path: Path) -> list[Any]:
     """The records of a .wandb file: a LevelDB log of protobuf messages behind 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    # which module has the messages depends on protobuf's version, and is chosen at import
+    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     data, at, parts, found = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # a block's end is padded
@@ -108,7 +109,7 @@ def wandb_records(path: Path) -> list[Any]:
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part of several
-            found.append(Record.FromString(parts))
+            found.append(messages.Record.FromString(parts))
             parts = b""
     return found
 
@@ -260,7 +261,8 @@ def fail() -> None:
 
 @pytest.mark.parametrize("where", ["on_init", "on_log"])
 def test_an_error_of_the_library_is_one_warning(tmp_path: Path, where: str) -> None:
-    fake = FakeWandb(**{where: fail})
+    hooks: dict[str, Any] = {where: fail}
+    fake = FakeWandb(**hooks)
     assert drive(fake, tmp_path, mode="offline") == [
         "warning: wandb failed (RuntimeError: no such project) and is left out; "
         "metrics.jsonl has every line"

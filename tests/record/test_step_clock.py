@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.distributed import clock as clock_module
 from megalite.distributed.clock import Clock, seconds_between
 from megalite.distributed.ledger import Ledger
 from megalite.record.step_clock import StepClock, drain_part
@@ -37,7 +36,7 @@ class Device:
             def elapsed_time(self, other: Any) -> float:
                 return float(other.at_s - self.at_s) * 1e3
 
-        monkeypatch.setattr(clock_module.torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
         self.ledger = Ledger("rank 0", Clock(torch.device("cuda")))
 
     def work(self, seconds: float) -> None:

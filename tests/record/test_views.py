@@ -36,15 +36,15 @@ def run_with(ctx: Any, config: RunConfig, environment: dict[str, str], error: st
     step = Trainer._step
     if error:
 
-        def fail(trainer: Trainer, flag: Any) -> Any:
-            trainer.console.print(f"calling {error}")
+        def fail(self: Trainer, flag: Any) -> Any:
+            self.console.print(f"calling {error}")
             raise MegaliteError(f"no answer from {error}")
 
-        Trainer._step = fail  # type: ignore[method-assign]
+        Trainer._step = fail
     try:
         return train_one(ctx, config)
     finally:
-        Trainer._step = step  # type: ignore[method-assign]
+        Trainer._step = step
         os.environ.clear()
         os.environ.update(before)
 

@@ -14,7 +14,7 @@ CODE = [line for line in TEXT.splitlines() if line.strip() and not line.startswi
 
 
 def requirements(*arguments: str) -> list[str]:
-    command = [sys.executable, ROOT / "launch" / "requirements.py", *arguments]
+    command = [sys.executable, str(ROOT / "launch" / "requirements.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 

@@ -16,11 +16,11 @@ PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 @pytest.mark.long
 def test_its_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
+    names: dict[str, typing.Any] = {}
     for program in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
         exec(compile(program, "docs/kernels.md", "exec"), names)
     assert capsys.readouterr().out in ("reference\n", "triton\n")
-    assert all(parameter.grad is not None for parameter in (names["first"], names["back"]))  # type: ignore[attr-defined]
+    assert all(parameter.grad is not None for parameter in (names["first"], names["back"]))
 
 
 def test_it_has_every_choice_and_every_function() -> None:

@@ -10,6 +10,7 @@ import tomllib
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ print(find_spec("kernels") is None or "site-packages" in str(find_spec("kernels"
 def test_hugging_face_kernels_wins_where_it_is_installed() -> None:
     """Nothing that an installation of megalite puts on the path is called `kernels`."""
     namespace: dict[str, object] = {}
-    calls: list[dict[str, object]] = []
+    calls: list[dict[str, Any]] = []
     source = (ROOT / "setup.py").read_text(encoding="utf-8")
     code = compile(
         source.replace("from setuptools import find_packages, setup", ""), "setup", "exec"
@@ -107,7 +108,7 @@ def test_hugging_face_kernels_wins_where_it_is_installed() -> None:
         setup=lambda **options: calls.append(options),
     )
     exec(code, namespace)
-    top = {str(name).split(".")[0] for name in calls[0]["packages"]}  # type: ignore[attr-defined]
+    top = {str(name).split(".")[0] for name in calls[0]["packages"]}
     assert top == {"megalite"}
 
 

@@ -7,8 +7,12 @@ is good if every stage ends up with the gradients one process would have added, 
 
 import random
 from collections import deque
+from typing import Any
 
 from megalite.schedules import Schedule
+
+Symbol = tuple[Any, ...]  # what a tensor was made by: the operation, its place and its inputs
+Place = tuple[int, int]  # stage, microbatch
 
 
 def forward_symbol(stage, mb):
@@ -23,12 +27,16 @@ def gradient_symbol(stage, mb, num_stages):
 
 
 class Rank:
-    def __init__(self, program: Schedule, index: int, channels: dict) -> None:
+    def __init__(self, program: Schedule, index: int, channels: dict[Any, list[Symbol]]) -> None:
         self.program, self.index, self.channels = program, index, channels
         self.actions = deque(program.ranks[index])
-        self.outputs, self.inputs, self.gradients, self.pending = {}, {}, {}, {}
-        self.posted = {}  # action -> its number on its channel
-        self.sums, self.reduced = {}, {}
+        self.outputs: dict[Place, Symbol] = {}
+        self.inputs: dict[Place, Symbol] = {}
+        self.gradients: dict[Place, Symbol] = {}
+        self.pending: dict[Place, Symbol] = {}
+        self.posted: dict[Any, tuple[Any, int]] = {}  # action -> its number on its channel
+        self.sums: dict[int, list[Symbol]] = {}
+        self.reduced: dict[int, list[Symbol]] = {}
 
     def value(self, table, key, remote):
         """A local value, or a message if it is there; None while it is under way."""
@@ -79,7 +87,7 @@ class Rank:
 
 def good(program: Schedule, seed: int) -> bool:
     """Does the program do the right thing under one random order of the ranks?"""
-    channels: dict = {}
+    channels: dict[Any, list[Symbol]] = {}
     ranks = [Rank(program, index, channels) for index in range(program.p)]
     order = random.Random(seed)
     try:

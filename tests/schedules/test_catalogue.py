@@ -68,7 +68,8 @@ def test_lowered_with_any_durations_no_name_hangs(name, p, v, m, data) -> None:
     v = chunks_of(name, v)
     m = max(m, 2 * p) if name == "dualpipe-v" else m
     stage_times = st.lists(st.floats(0.05, 3.0), min_size=p * v, max_size=p * v).map(tuple)
-    times = Durations(*(data.draw(stage_times) for _ in range(3)), hop=data.draw(st.floats(0, 2)))
+    f_times, b_times, w_times = (data.draw(stage_times) for _ in range(3))
+    times = Durations(f_times, b_times, w_times, hop=data.draw(st.floats(0, 2)))
     check_program(lower(build(name, p, v, m), times))
 
 
@@ -103,7 +104,7 @@ def test_bubbles_are_the_published_ones(row: tuple[str, int, float]) -> None:
 
 
 # Largest and smallest peak of a rank at m = 8p, in whole-rank activations, for p = 2, 4, 8, 16.
-PEAKS = {
+PEAKS: dict[tuple[str, int], list[tuple[float, float]]] = {
     ("gpipe", 1): [(16, 16), (32, 32), (64, 64), (128, 128)],
     ("1f1b", 1): [(2, 1), (4, 1), (8, 1), (16, 1)],
     ("eager-1f1b", 1): [(3, 1), (7, 1), (15, 1), (31, 1)],

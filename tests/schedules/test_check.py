@@ -54,7 +54,8 @@ def test_named_schedules_are_valid_for_any_p_v_m(p, v, m, name):
 )
 def test_family_lowered_with_any_durations_is_valid(p, v, m, f, lag, data):
     stage_times = st.lists(st.floats(0.05, 3.0), min_size=p * v, max_size=p * v).map(tuple)
-    times = Durations(*(data.draw(stage_times) for _ in range(3)), hop=data.draw(st.floats(0, 2)))
+    f_times, b_times, w_times = (data.draw(stage_times) for _ in range(3))
+    times = Durations(f_times, b_times, w_times, hop=data.draw(st.floats(0, 2)))
     schedule = family(p, v, m, f=f, lag=lag)
     peak = [family_peak(rank, p, v, m, f=f, lag=lag) for rank in range(p)]
     program = lower(schedule, times)

@@ -123,7 +123,8 @@ def test_peak_memory_of_known_cases():
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 10), st.data())
 def test_makespan_bounds_and_monotony(p, v, m, data):
     stage_times = st.lists(st.floats(0.1, 3.0), min_size=p * v, max_size=p * v).map(tuple)
-    times = Durations(*(data.draw(stage_times) for _ in range(3)), hop=data.draw(st.floats(0, 1)))
+    f_times, b_times, w_times = (data.draw(stage_times) for _ in range(3))
+    times = Durations(f_times, b_times, w_times, hop=data.draw(st.floats(0, 1)))
     name = "1f1b" if v == 1 else "interleaved"
     schedule = build(name, p, v, m)
     line = simulate(schedule, times)

@@ -40,7 +40,8 @@ class Jobs:
         """The number of a new job that trains a config; options of sbatch begin with --."""
         options = [argument for argument in arguments if argument.startswith("--")]
         settings = [argument for argument in arguments if not argument.startswith("--")]
-        command = ["sbatch", "--parsable", "--nodes=2", *options, ROOT / "launch/pretrain.sbatch"]
+        script = ROOT / "launch/pretrain.sbatch"
+        command: list[str | Path] = ["sbatch", "--parsable", "--nodes=2", *options, script]
         return self.cluster.run(*command, config, *settings, cwd=self.folder).strip()
 
     def set_limit(self, job: str, minutes_left: int) -> None:
@@ -129,7 +130,8 @@ def newest(run: Path) -> int:
 
 def uninterrupted(jobs: Jobs, steps: int) -> dict[int, Any]:
     """What a run of the same layout, in one go and without Slurm, reports for each step."""
-    command = [Path(sys.executable).with_name("megalite"), "train", jobs.config("straight", steps)]
+    program = Path(sys.executable).with_name("megalite")
+    command: list[str | Path] = [program, "train", jobs.config("straight", steps)]
     done = subprocess.run([*command, "--local"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {numbers[0]: numbers for numbers in step_numbers(jobs.run_folder("straight"))}
@@ -167,7 +169,7 @@ def test_mistakes_and_scancel_end_a_job_for_good_and_srun_alone_trains(jobs: Job
     cancelled = jobs.submit(jobs.config("cancelled", FOREVER, **small), "--nodes=1")
     # Meanwhile the same verb under srun alone, without torchrun.
     srun = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1"]
-    address = {"MASTER_ADDR": "127.0.0.1"}  # nodes of this cluster have no names of their own
+    address: Any = {"MASTER_ADDR": "127.0.0.1"}  # nodes of this cluster have no names of their own
     jobs.cluster.run(*srun, "megalite", "train", jobs.config("plain", 2, **small), **address)
     assert step_numbers(jobs.run_folder("plain"))[-1][0] == 2
     wait_until(lambda: jobs.has_done("cancelled", 1), lambda: told(jobs, "cancelled", cancelled))

@@ -65,7 +65,8 @@ def test_deferred_contributions_run_when_called_and_are_heard_then() -> None:
 
 
 def test_frozen_parameter_is_left_alone() -> None:
-    store, param = GradStore(), parameter().requires_grad_(False)
+    store, param = GradStore(), parameter()
+    param.requires_grad_(False)
     heard: list[nn.Parameter] = []
     store.listener = heard.append
     store.deferred = []

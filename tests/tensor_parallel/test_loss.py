@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from tests.tensor_parallel.kit.pieces import (
     draw,
     fill,
     gradients_of,
+    present,
     relative_error,
     same_everywhere,
     tensor_parallel,
@@ -72,7 +75,7 @@ def head_loss(ctx, sp, vocab, chunk, kind, options) -> Outcome:
     else:
         loss = vocab_parallel_cross_entropy(layer(x), labels(vocab), shard)
     loss.backward(upstream(kind))
-    notes = {"heard": len(heard)}
+    notes: dict[str, Any] = {"heard": len(heard)}
     notes["ledger"] = {op: v for op, v in context.tp.ledger.as_dict().items() if "/" in op}
     return Outcome(loss.detach(), x.grad, gradients_of(layer), notes)
 
@@ -83,7 +86,7 @@ def serial(vocab: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     weight = draw("head.weight", PADDED, WIDTH).requires_grad_()
     loss = F.cross_entropy(x @ weight[:vocab].t(), labels(vocab), reduction="none")
     loss.backward(upstream(kind))
-    return loss.detach(), x.grad, weight.grad
+    return loss.detach(), present(x.grad), present(weight.grad)
 
 
 def check(pool, tp, sp, vocab, chunk, kind, options=()) -> list[Outcome]:

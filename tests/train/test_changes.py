@@ -46,7 +46,7 @@ def resumed(ctx: Any, folder: Path, accept: str, changes: dict[str, Any]) -> tup
             seen.extend(number for batch in batches for number in batch.sample_ids.tolist())
             return batches
 
-        trainer._micro_batches = listen  # type: ignore[method-assign]
+        trainer._micro_batches = listen
         return trainer.run(), seen
     except MegaliteError as error:
         return str(error), seen
@@ -123,7 +123,11 @@ def test_all_listed_accepts_other_data_but_never_another_model(
 
 @pytest.mark.long
 def test_a_wsd_plateau_may_be_made_longer_until_it_ends(pool: RankPool, folder: Path) -> None:
-    wsd = {"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_steps": 2, "train__steps": 6}
+    wsd: dict[str, Any] = {
+        "optimizer__lr_schedule": "wsd",
+        "optimizer__wsd_decay_steps": 2,
+        "train__steps": 6,
+    }
     ((code, _),) = pool.run(resumed, 1, folder, "all-listed", wsd)
     assert code == 0
     ((error, _),) = pool.run(resumed, 1, folder, "", {**wsd, "train__steps": 9})

@@ -63,7 +63,7 @@ def test_a_blend_goes_on_in_the_same_order_at_fewer_ranks_within_later_epochs(
 ) -> None:
     straight = run(pool, blended(folder, "straight", "serial"))
     wanted = [order(straight, step) for step in range(STEPS)]
-    found = []
+    found: list[list[int]] = []
     for layout, workers, stop in (("dp4", 2, 4), ("dp2", 1, 7), ("serial", 0, None)):
         config = blended(folder, "moved", layout, data__workers=workers)
         ranks = run(pool, config, stop)

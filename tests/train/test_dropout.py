@@ -28,13 +28,15 @@ from tests.train.kit.runs import (
 pytestmark = pytest.mark.long
 
 STEPS = 4
-GPT2 = {
+GPT2: dict[str, Any] = {
     "model__family": "gpt2",
     "model__num_kv_heads": None,
     "model__max_positions": 16,
     "train__steps": STEPS,
 }
-LLAMA = {f"model__{kind}_dropout": 0.2 for kind in ("embedding", "attention", "residual")}
+LLAMA: dict[str, Any] = {
+    f"model__{kind}_dropout": 0.2 for kind in ("embedding", "attention", "residual")
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def run(pool: RankPool, config: RunConfig, *stops: int | None) -> None:
 @pytest.fixture(scope="module")
 def serial(pool: RankPool, folder: Path) -> dict[str, Path]:
     """Runs in one process in float64, with and without dropout."""
-    off = dict.fromkeys(LLAMA, 0.0)
+    off: dict[str, Any] = dict.fromkeys(LLAMA, 0.0)
     for name, changes in (("dropped", {}), ("plain", off)):
         run(pool, make_config(folder, name, train__dtype="float64", **{**GPT2, **changes}), None)
     return {name: folder / name for name in ("dropped", "plain")}
@@ -92,7 +94,7 @@ def same_numbers(found: Path, wanted: Path) -> None:
 def test_a_run_that_moves_to_another_layout_keeps_its_masks(
     pool: RankPool, folder: Path, serial: dict[str, Path]
 ) -> None:
-    exact = {"train__dtype": "float64", **GPT2}
+    exact: dict[str, Any] = {"train__dtype": "float64", **GPT2}
     before = make_config(folder, "moved", parallel__tp=2, parallel__pp=2, **exact)
     after = make_config(folder, "moved", "zero1", train__micro_batch=2, **exact)
     run(pool, before, 2)
@@ -108,7 +110,7 @@ def test_resume_is_bitwise_with_dropout_at_tp2_pp2(
     pool: RankPool, folder: Path, family: str, dtype: str
 ) -> None:
     model = GPT2 if family == "gpt2" else {**LLAMA, "train__steps": STEPS}
-    layout = {"parallel__tp": 2, "parallel__pp": 2, "train__dtype": dtype}
+    layout: dict[str, Any] = {"parallel__tp": 2, "parallel__pp": 2, "train__dtype": dtype}
     name = f"{family}-{dtype}"
     straight = make_config(folder, f"{name}-straight", **layout, **model)
     stopped = make_config(folder, f"{name}-stopped", **layout, **model)
@@ -154,9 +156,14 @@ def test_a_run_with_dropout_generates_without(serial: dict[str, Path]) -> None:
 
 def test_evaluation_drops_nothing(pool: RankPool, folder: Path) -> None:
     """The validation loss of untrained weights is that of the same weights without dropout."""
-    settings = {**GPT2, "train__steps": 1, "data__split": (0.5, 0.5), "optimizer__lr": 0.0}
+    settings: dict[str, Any] = {
+        **GPT2,
+        "train__steps": 1,
+        "data__split": (0.5, 0.5),
+        "optimizer__lr": 0.0,
+    }
     options = {"eval__interval": 1, "optimizer__warmup_steps": 0, "optimizer__weight_decay": 0.0}
-    off = dict.fromkeys(LLAMA, 0.0)
+    off: dict[str, Any] = dict.fromkeys(LLAMA, 0.0)
     found = []
     for name, changes in (("eval-dropped", {}), ("eval-plain", off)):
         run(pool, make_config(folder, name, **{**settings, **options, **changes}), None)

@@ -43,7 +43,9 @@ def score(ctx: Any, configs: list[RunConfig]) -> list[list[EvalResult]]:
     found = []
     for config in configs:
         trainer = make_trainer(ctx, config)
-        found.append(evaluate(trainer.engine, trainer.data.sets, at_end=True))
+        results = evaluate(trainer.engine, trainer.data.sets, at_end=True)
+        assert results is not None
+        found.append(results)
     return found
 
 
@@ -84,6 +86,7 @@ def one_by_one(ctx: Any, config: RunConfig) -> tuple[list[float], list[EvalResul
     """Runs in a rank: the sum of losses of each sample alone, and the evaluation."""
     trainer = make_trainer(ctx, config)
     alone = []
+    results = []
     for each in trainer.data.sets:
         total = 0.0
         for sample in range(each.batches.num_samples):
@@ -91,7 +94,11 @@ def one_by_one(ctx: Any, config: RunConfig) -> tuple[list[float], list[EvalResul
             batches = token_batches([batch], 1.0, trainer.mesh.device)
             total += float(trainer.engine.forward_only(batches))
         alone.append(total)
-    return alone, [evaluate_set(trainer.engine, each) for each in trainer.data.sets]
+    for each in trainer.data.sets:
+        result = evaluate_set(trainer.engine, each)
+        assert result is not None
+        results.append(result)
+    return alone, results
 
 
 def test_every_sample_of_a_set_counts_once_and_padding_not_at_all(
@@ -109,15 +116,14 @@ def test_every_sample_of_a_set_counts_once_and_padding_not_at_all(
 def test_it_is_done_at_its_interval_and_at_the_end_and_changes_nothing(
     pool: RankPool, folder: Path
 ) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "watched": {"eval__interval": 2, "eval__batches": 2},
+        "whole": {"eval__interval": 4},
+        "alone": {"eval__interval": 0},
+    }
     runs = {
-        name: make_config(
-            folder, name, data__split=SPLIT, train__steps=5, eval__interval=interval, **batches
-        )
-        for name, interval, batches in (
-            ("watched", 2, {"eval__batches": 2}),
-            ("whole", 4, {}),
-            ("alone", 0, {}),
-        )
+        name: make_config(folder, name, data__split=SPLIT, train__steps=5, **changed)
+        for name, changed in changes.items()
     }
     jobs = [(config, None) for config in runs.values()]
     pool.run(train, 1, jobs)

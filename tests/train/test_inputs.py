@@ -15,8 +15,8 @@ from megalite.config import RunConfig
 from megalite.config.text import to_toml
 from megalite.data.sidecar import TokenizerInfo
 from megalite.errors import DataError
-from megalite.train.datasets import open_data
-from megalite.train.inputs import input_problems
+from megalite.train.run_data import open_data
+from megalite.train.sidecar_checks import sidecar_problems
 from tests.data.test_vocab_and_fingerprint import with_sidecar
 from tests.train.kit.runs import SEQ_LENGTH, make_config
 
@@ -47,18 +47,18 @@ def opened(config: RunConfig) -> str:
 def test_data_that_fits_is_not_opened(folder: Path) -> None:
     (folder / "data.idx").write_bytes(b"not read yet")
     tokenizer = str(folder / "a.model")
-    assert input_problems(config(folder, model__vocab_size=90, data__tokenizer=tokenizer)) == []
+    assert sidecar_problems(config(folder, model__vocab_size=90, data__tokenizer=tokenizer)) == []
 
 
 def test_ids_beyond_the_vocabulary_and_another_tokenizer_are_told_as_the_ranks_would(
     folder: Path,
 ) -> None:
     small = config(folder, model__vocab_size=89)
-    (line,) = input_problems(small)
+    (line,) = sidecar_problems(small)
     assert line == opened(small)
     assert "data.bin: holds token id 89 (largest of all 145 tokens)" in line
     other = config(folder, data__tokenizer=str(folder / "b.model"))
-    (line,) = input_problems(other)
+    (line,) = sidecar_problems(other)
     assert line == opened(other)
     assert "did not make" in line
 
@@ -75,7 +75,7 @@ def test_all_sources_and_evaluation_sets_are_told_at_once(folder: Path) -> None:
         "eval__interval": 2,
         "eval__sets": [{"name": "books", "path": str(folder / "more" / "books")}],
     }
-    lines = input_problems(config(folder, **settings))
+    lines = sidecar_problems(config(folder, **settings))
     assert [line.split(" ")[0].split(str(folder) + "/")[1] for line in lines] == [
         "b.model", "more/web.bin:", "b.model", "more/books.bin:", "b.model"
     ]  # fmt: skip
@@ -85,10 +85,10 @@ def test_a_sidecar_of_other_files_refuses_nothing(folder: Path) -> None:
     path = folder / "data.json"
     stated = json.loads(path.read_text())
     path.write_text(json.dumps(stated | {"max_id": 500}))
-    assert input_problems(config(folder)) == []
+    assert sidecar_problems(config(folder)) == []
     open_data(config(folder))
     path.write_text("{}")
-    (line,) = input_problems(config(folder, data__tokenizer=str(folder / "a.model")))
+    (line,) = sidecar_problems(config(folder, data__tokenizer=str(folder / "a.model")))
     assert line == opened(config(folder))
 
 
@@ -110,6 +110,6 @@ except SystemExit as stop:
 
 
 def test_missing_files_are_left_to_others(folder: Path) -> None:
-    assert input_problems(config(folder, data__tokenizer="gone.model")) == []
+    assert sidecar_problems(config(folder, data__tokenizer="gone.model")) == []
     (folder / "data.bin").unlink()
-    assert input_problems(config(folder, model__vocab_size=5)) == []
+    assert sidecar_problems(config(folder, model__vocab_size=5)) == []

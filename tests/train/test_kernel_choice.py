@@ -133,14 +133,15 @@ def test_a_gpu_on_plain_torch_is_told_why(tmp_path: Path) -> None:
 
 
 def test_names_are_checked_where_no_config_does() -> None:
-    for option, told in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"backend": "cuda"}, "allowed: auto, triton, reference, interpret"),
         ({"attention": "xformers"}, "allowed: auto, sdpa_flash"),
         ({"norm": "liger"}, "kernels.norm is 'liger'; allowed: auto, apex"),
         ({"adam": "liger"}, "optimizer.adam is 'liger'; allowed: auto, apex"),
-    ):
+    ]
+    for option, told in refused:
         with pytest.raises(BackendError, match=told):
-            select(**option)  # type: ignore[arg-type]
+            select(**option)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +202,10 @@ def test_another_attention_trains_alike_and_is_on_record(tmp_path: Path, pool: R
 def other_table(ctx: Any, config: RunConfig) -> str:
     """Stop after two steps, then go on where kernels sum in another order; the console's log."""
     train(ctx, [(config, 2)])
-    kept = kernel_choice.kernel_record
-    from megalite.train import resume as module
-
-    module.kernel_record = lambda ops: {"name": "triton", "table": "f" * 64}  # type: ignore
-    try:
+    other = {"name": "triton", "table": "f" * 64}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite.train.resume.kernel_record", lambda ops: other)
         train(ctx, [(config, None)])
-    finally:
-        module.kernel_record = kept
     return (Path(config.out) / config.name / "log.txt").read_text(encoding="utf-8")
 
 

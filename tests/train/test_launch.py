@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,7 @@ def test_a_killed_and_a_stopped_rank_are_named_with_their_place(runs: Runs) -> N
         ("killed", killed, signal.SIGKILL),
         ("stopped", stopped, signal.SIGSTOP),
     ):
-        wait_until(lambda name=name: has_done(runs.folder / name, 2))
+        wait_until(partial(has_done, runs.folder / name, 2))
         os.kill(jobs[1].pid, number)
     try:
         assert [killed[0].code(), stopped[0].code()] == [1, 1]

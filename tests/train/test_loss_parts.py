@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ from tests.train.kit.runs import (
     write_tokens,
 )
 
-EXACT = {
+EXACT: dict[str, Any] = {
     "train__dtype": "float64",
     "train__steps": 3,
     "data__document_masks": True,  # ragged: labels at a document's end do not count
 }
-EXTRAS = {"train__z_loss": 1e-2, "train__label_smoothing": 0.1, **EXACT}
+EXTRAS: dict[str, Any] = {"train__z_loss": 1e-2, "train__label_smoothing": 0.1, **EXACT}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(pool: RankPool, folder: Path, name: str, layout: str = "serial", **changes: object) -> None:
+def run(pool: RankPool, folder: Path, name: str, layout: str = "serial", **changes: Any) -> None:
     config = make_config(folder, name, layout, **changes)
     for (outcome,) in pool.run(train, world_size(config), [(config, None)]):
         assert outcome.code == 0, outcome.error
@@ -56,11 +57,12 @@ def test_the_loss_stays_the_cross_entropy_and_z_loss_stands_beside_it(
 @pytest.mark.long
 def test_extras_are_the_same_at_every_layout(pool: RankPool, folder: Path) -> None:
     run(pool, folder, "serial", **EXTRAS)
-    for layout, changes in (
-        ("tp2", {"train__loss_chunk_tokens": 7}),
-        ("interleaved", {"train__micro_batch": 2, "train__recompute": "stage"}),
-        ("zero1", {"train__micro_batch": 2}),
-    ):
+    layouts: dict[str, dict[str, Any]] = {
+        "tp2": {"train__loss_chunk_tokens": 7},
+        "interleaved": {"train__micro_batch": 2, "train__recompute": "stage"},
+        "zero1": {"train__micro_batch": 2},
+    }
+    for layout, changes in layouts.items():
         run(pool, folder, layout, layout, **EXTRAS, **changes)
         for key in ("loss", "z_loss", "grad_norm"):
             got, want = (
@@ -71,14 +73,14 @@ def test_extras_are_the_same_at_every_layout(pool: RankPool, folder: Path) -> No
 
 def test_validation_is_the_plain_loss(pool: RankPool, folder: Path) -> None:
     write_tokens(folder / "more", 40, seed=3)
-    validated = {
+    validated: dict[str, Any] = {
         **EXACT,
         "optimizer__lr": 0.0,
         "data__path": str(folder / "more"),
         "data__split": (0.8, 0.2),
         "eval__interval": 1,
     }
-    extras = {"train__z_loss": 0.5, "train__label_smoothing": 0.5}
+    extras: dict[str, Any] = {"train__z_loss": 0.5, "train__label_smoothing": 0.5}
     run(pool, folder, "validated", **validated)
     run(pool, folder, "validated-extras", **validated, **extras)
     plain, with_extras = (

@@ -136,7 +136,7 @@ def always_poisoned(ctx: Any, config: RunConfig) -> tuple[Any, str]:
         wait()
         optimizer._buffers[0].grads[7] = math.inf
 
-    optimizer._reducers[0].wait = wait_after_poison  # type: ignore[method-assign]
+    optimizer._reducers[0].wait = wait_after_poison
     try:
         return trainer.run(), ""
     except Exception as error:

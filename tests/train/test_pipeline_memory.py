@@ -35,8 +35,10 @@ def step_bytes(ctx: Any, name: str, vpp: int) -> tuple[float, list[tuple[float, 
 
     def look(_action: Action) -> None:
         nonlocal most
+        current = runtime._pass
+        assert current is not None
         sends = runtime._channels._sends  # gloo keeps a message until its send is waited for
-        handles = [*sends, *runtime._pass._received.values()]  # and those posted ahead
+        handles = [*sends, *current._received.values()]  # and those posted ahead
         messages = sum(handle._result.untyped_storage().nbytes() for handle in handles)
         most = max(most, meter.alive_bytes - messages)
 

@@ -28,7 +28,7 @@ from tests.train.kit.runs import (
 WINDOW, STEPS, SEED = 8, 26, 1234
 SPIKE_STEP = 24  # from 1
 BATCH = 2
-GUARD = {
+GUARD: dict[str, Any] = {
     "train__loss_spike_window": WINDOW,
     "train__steps": STEPS,
     "train__global_batch": BATCH,

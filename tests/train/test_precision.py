@@ -121,7 +121,9 @@ AVERAGED: dict[str, Any] = {
 
 
 def validation_loss(trainer: Trainer) -> float:
-    (result,) = evaluate(trainer.engine, trainer.data.sets, at_end=True)
+    results = evaluate(trainer.engine, trainer.data.sets, at_end=True)
+    assert results is not None
+    (result,) = results
     return result.loss
 
 
@@ -159,7 +161,7 @@ def test_evaluation_uses_the_average_and_training_does_not_notice(
 def test_averages_and_momenta_resume_at_another_layout(
     pool: RankPool, folder: Path, layout: str
 ) -> None:
-    options = {
+    options: dict[str, Any] = {
         "train__dtype": "float64",
         "train__steps": 4,
         "optimizer__name": "muon",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def ramp(folder: Path, name: str, layout: str = "serial", **changes: object) -> RunConfig:
+def ramp(folder: Path, name: str, layout: str = "serial", **changes: Any) -> RunConfig:
     settings = {**RAMP, **changes}
     return make_config(folder, name, layout, **{k: v for k, v in settings.items() if v is not None})
 
@@ -90,8 +91,17 @@ def watched(ctx: Any, config: RunConfig, stop_at: int) -> tuple[list[Any], list[
     ways: list[Any] = []
     ends: list[int] = []
     console = Console(quiet=True)
-    console.progress = lambda *way: ways.append(way) or nullcontext()  # type: ignore[method-assign]
-    console.advance = ends.append  # type: ignore[method-assign]
+
+    @contextmanager
+    def progress(done: int, total: int) -> Iterator[None]:
+        ways.append((done, total))
+        yield
+
+    def advance(done: int) -> None:
+        ends.append(done)
+
+    console.progress = progress
+    console.advance = advance
     for stop in (stop_at, None):
         Trainer(config, ctx.mesh(), console).run(stop)
     return ways, ends
@@ -123,7 +133,7 @@ def test_every_layout_takes_the_same_steps(pool: RankPool, folder: Path) -> None
 
 
 def test_ramp_in_samples_with_a_length_in_steps(pool: RankPool, folder: Path) -> None:
-    changes = {
+    changes: dict[str, Any] = {
         "train__steps": 8,
         "train__tokens": None,
         "train__batch_ramp_tokens": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def folder(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "copy"))
 
 
-def one(pool: RankPool, folder: Path, name: str = "run", **changes: object) -> Outcome:
+def one(pool: RankPool, folder: Path, name: str = "run", **changes: Any) -> Outcome:
     config = make_config(folder, name, **changes)
     ranks = pool.run(train, world_size(config), [(config, None)])
     assert len({(outcome.code, outcome.error) for (outcome,) in ranks}) == 1
@@ -49,7 +50,7 @@ def one(pool: RankPool, folder: Path, name: str = "run", **changes: object) -> O
     return outcome
 
 
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "optimizer.lr": 2e-2,
     "optimizer.beta2": 0.99,
     "train.seed": 5,
@@ -103,7 +104,7 @@ def test_settings_that_change_no_number_are_free(pool: RankPool, folder: Path) -
     ],
 )
 def test_longer_training_is_allowed_where_it_moves_no_learning_rate(
-    pool: RankPool, folder: Path, changes: dict[str, object], steps: int, ok: bool
+    pool: RankPool, folder: Path, changes: dict[str, Any], steps: int, ok: bool
 ) -> None:
     outcome = one(pool, folder, train__steps=steps, **changes)
     if ok:

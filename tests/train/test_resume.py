@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,7 +122,7 @@ def test_the_same_samples_in_the_same_order_at_every_layout_and_around_resumes(
 
 
 def test_initial_weights_are_the_same_bits_at_every_layout(pool: RankPool, folder: Path) -> None:
-    nothing = {
+    nothing: dict[str, Any] = {
         "train__steps": 0,
         "optimizer__warmup_steps": 0,
         "optimizer__lr_schedule": "constant",
@@ -137,7 +138,10 @@ def test_initial_weights_are_the_same_bits_at_every_layout(pool: RankPool, folde
 
 
 def test_a_run_of_no_steps_can_be_extended(pool: RankPool, folder: Path) -> None:
-    options = {"optimizer__lr_schedule": "constant", "optimizer__warmup_steps": 0}
+    options: dict[str, Any] = {
+        "optimizer__lr_schedule": "constant",
+        "optimizer__warmup_steps": 0,
+    }
     empty = make_config(folder, "extended", train__steps=0, **options)
     longer = make_config(folder, "extended", train__steps=2, **options)
     straight = make_config(folder, "as-long", train__steps=2, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_resuming_needs_no_second_copy_of_the_state(tmp_path: Path, dtype: str) 
     peaks = []
     for stop_at in (2, None):
         note = tmp_path / "peak"
-        assert in_child(lambda at=stop_at, to=note: run_and_note_peak(config, at, to)) == 0
+        assert in_child(partial(run_and_note_peak, config, stop_at, note)) == 0
         peaks.append(int(note.read_text()))
     first, resumed = peaks
     assert first > 240 * MIB, f"the state must dominate, the run took {first / MIB:.0f} MiB"

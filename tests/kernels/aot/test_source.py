@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -13,7 +14,7 @@ SOURCES = sorted((ROOT / "kernels" / "triton").glob("*.py"))
 FORBIDDEN = ("libdevice", "make_block_ptr", "atomic_", "inline_asm", "autotune")
 
 
-def _is_jit(node: ast.AST) -> bool:
+def _is_jit(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
     return isinstance(node, ast.FunctionDef) and any(
         "jit" in ast.unparse(decorator) for decorator in node.decorator_list
     )
@@ -93,8 +94,9 @@ def faults(source: str) -> list[str]:
     tree = ast.parse(source)
     found = []
     for node in ast.walk(tree):
-        text = _name(node) if isinstance(node, ast.Attribute | ast.ImportFrom) else ""
-        found += [f"line {node.lineno}: {word}" for word in FORBIDDEN if word in text]
+        if isinstance(node, ast.Attribute | ast.ImportFrom):
+            text = _name(node)
+            found += [f"line {node.lineno}: {word}" for word in FORBIDDEN if word in text]
         if _is_jit(node):
             visitor = _NarrowIndexes(node)
             visitor.visit(node)

@@ -37,7 +37,7 @@ class FusedAdam(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + self.counts
             beta1, beta2 = group["betas"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ Install = Callable[..., None]
 
 
 @pytest.fixture(name="install")
-def fake_installations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def fake_installations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts modules, given as {path: source}, where `import` finds them, for one test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     known = set(sys.modules)
@@ -192,7 +192,8 @@ def heads(kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def same(adapter: Any, inputs: list[Tensor], cu: list[int], window: int | None, bar: float) -> None:
     """The adapter's output and gradients are the reference's."""
-    out, want = adapter(*inputs, cu, window), attention(*inputs, cu, window)
+    q, k, v = inputs
+    out, want = adapter(q, k, v, cu, window), attention(q, k, v, cu, window)
     upstream = draw(*want.shape, seed=9).to(want.dtype)
     found = [out, *torch.autograd.grad(out, inputs, upstream)]
     wanted = [want, *torch.autograd.grad(want, inputs, upstream)]
@@ -209,12 +210,13 @@ def test_sdpa_flash_goes_document_by_document(cu: list[int], kv_heads: int) -> N
 def test_sdpa_flash_refuses_what_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = attention_adapter("sdpa_flash", CPU)
     inputs = heads(4)
+    q, k, v = inputs
     same(adapter, inputs, [0, 6, 12], 6, FLOAT32)  # no document is longer than the window
     with pytest.raises(BackendError, match="no sliding window; got one of 5 tokens in a document"):
-        adapter(*inputs, [0, 6, 12], 5)
+        adapter(q, k, v, [0, 6, 12], 5)
     mask = adapter.attention_mask([0, 12], None, CPU)
     with pytest.raises(BackendError, match="drops no attention weights"):
-        adapter.attention(*inputs, mask, AttentionDropout((1, 2), 0.5, 0, 0))
+        adapter.attention(q, k, v, mask, AttentionDropout(0.5, (1, 2), 0, 0))
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("No available kernel. Aborting execution.")
@@ -223,7 +225,7 @@ def test_sdpa_flash_refuses_what_it_does_not_have(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         BackendError, match=r"does not take torch\.float32, 4 query heads and 4 key"
     ):
-        adapter(*inputs, [0, 12])
+        adapter(q, k, v, [0, 12])
 
 
 @pytest.mark.parametrize(
@@ -234,8 +236,9 @@ def test_packed_attention_has_documents_and_windows(
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_ins.varlen_attn)
     same(PackedAttention("fa3"), heads(2, torch.bfloat16), cu, window, 0.0)
+    q, k, v = heads(2)
     with pytest.raises(BackendError, match=r"takes bfloat16 and float16, not torch\.float32"):
-        PackedAttention("fa3")(*heads(2), cu, window)
+        PackedAttention("fa3")(q, k, v, cu, window)
 
 
 def test_names_and_devices_of_attention_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,11 @@ def check(bounds, kv_heads, dtype, strides, tokens=TOKENS) -> None:
     values = [draw(tokens, n, HEAD_DIM, dtype=dtype, seed=i) for i, n in enumerate(heads)]
     inputs = [with_strides(x, strides).requires_grad_() for x in values]
     inputs64 = [exact(x) for x in inputs]
+    (q, k, v), (q64, k64, v64) = inputs, inputs64
     upstream = with_strides(draw(tokens, HEADS, HEAD_DIM, dtype=dtype, seed=5), strides)
 
-    out = kernels.attention(*inputs, bounds)
-    out64 = naive_attention(*inputs64, bounds)
+    out = kernels.attention(q, k, v, bounds)
+    out64 = naive_attention(q64, k64, v64, bounds)
     grads = torch.autograd.grad(out, inputs, upstream)
     grads64 = torch.autograd.grad(out64, inputs64, upstream.double())
 
@@ -70,14 +71,14 @@ def check(bounds, kv_heads, dtype, strides, tokens=TOKENS) -> None:
 
 
 def test_attention_takes_an_expanded_gradient() -> None:
-    inputs = [draw(TOKENS, 4, HEAD_DIM, seed=i).requires_grad_() for i in range(3)]
-    kernels.attention(*inputs, [0, 4, 11]).sum().backward()
-    want = torch.autograd.grad(naive_attention(*inputs, [0, 4, 11]).sum(), inputs)
-    for x, grad in zip(inputs, want, strict=True):
+    q, k, v = (draw(TOKENS, 4, HEAD_DIM, seed=i).requires_grad_() for i in range(3))
+    kernels.attention(q, k, v, [0, 4, 11]).sum().backward()
+    want = torch.autograd.grad(naive_attention(q, k, v, [0, 4, 11]).sum(), (q, k, v))
+    for x, grad in zip((q, k, v), want, strict=True):
         assert_matches(x.grad, grad)
 
 
 def test_scores_far_apart_stay_finite() -> None:
-    inputs = [100 * draw(TOKENS, 4, HEAD_DIM, dtype=torch.float32, seed=i) for i in range(3)]
-    out = kernels.attention(*inputs, [0, 4, 11])
-    assert_matches(out, naive_attention(*(x.double() for x in inputs), [0, 4, 11]))
+    q, k, v = (100 * draw(TOKENS, 4, HEAD_DIM, dtype=torch.float32, seed=i) for i in range(3))
+    out = kernels.attention(q, k, v, [0, 4, 11])
+    assert_matches(out, naive_attention(q.double(), k.double(), v.double(), [0, 4, 11]))

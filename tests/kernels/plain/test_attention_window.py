@@ -41,9 +41,10 @@ def check(tokens, heads, kv_heads, bounds, window, drop=None, dtype=torch.float6
         draw(tokens, n, 6, dtype=dtype, seed=i).requires_grad_() for i, n in enumerate(shapes)
     ]
     inputs64 = [exact(x) for x in inputs]
+    (q, k, v), (q64, k64, v64) = inputs, inputs64
     upstream = draw(tokens, heads, 6, dtype=dtype, seed=5)
-    out = kernels.attention(*inputs, bounds, window, drop)
-    out64 = naive(*inputs64, bounds, window, drop)
+    out = kernels.attention(q, k, v, bounds, window, drop)
+    out64 = naive(q64, k64, v64, bounds, window, drop)
     assert out.dtype == dtype
     assert_matches(out, out64)
     grads = torch.autograd.grad(out, inputs, upstream)
@@ -93,9 +94,9 @@ def test_heads_and_tokens_of_a_part_are_dropped_as_in_the_whole() -> None:
     q, k, v = (draw(16, 4, 6, seed=i) for i in range(3))
     bounds = [0, 8, 16]
     whole = kernels.attention(q, k, v, bounds, None, kernels.AttentionDropout(0.4, KEY, 100, 0))
-    heads = [x[:, 2:] for x in (q, k, v)]
-    part = kernels.attention(*heads, bounds, None, kernels.AttentionDropout(0.4, KEY, 100, 2))
+    drop = kernels.AttentionDropout(0.4, KEY, 100, 2)
+    part = kernels.attention(q[:, 2:], k[:, 2:], v[:, 2:], bounds, None, drop)
     assert_matches(part, whole[:, 2:])
-    tokens = [x[8:] for x in (q, k, v)]
-    part = kernels.attention(*tokens, [0, 8], None, kernels.AttentionDropout(0.4, KEY, 108, 0))
+    drop = kernels.AttentionDropout(0.4, KEY, 108, 0)
+    part = kernels.attention(q[8:], k[8:], v[8:], [0, 8], None, drop)
     assert_matches(part, whole[8:])

@@ -87,6 +87,7 @@ def test_products_and_their_gradients() -> None:
     y.backward(dy)
     assert_matches(moe.grouped_linear_input_grad(dy, weight.detach(), offset), x.grad)
     buffer = draw(3, 4, 5, seed=3)
+    assert weight.grad is not None
     total = buffer + weight.grad
     moe.grouped_weight_grad_(buffer, dy, x.detach(), offset)
     assert_matches(buffer, total)

@@ -134,7 +134,8 @@ def test_rotate(shape, length, strides, dtype) -> None:
 
     got = kernels.rotate(qkv, *tables)
     dqkv = torch.full(shape, torch.nan, dtype=dtype)
-    kernels.rotate_grad_(dqkv, *grads, *tables)
+    dq, dk, dv = grads
+    kernels.rotate_grad_(dqkv, dq, dk, dv, *tables)
 
     for mine, theirs in zip(got, want, strict=True):
         assert mine.dtype == dtype

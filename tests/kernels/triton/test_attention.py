@@ -70,11 +70,13 @@ def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor
     return torch.einsum("nts,snh->tnh", p, v), lse
 
 
-def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
+def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, and the gradient of the output."""
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    return [
+    q, k, v, do = (
         draw(case.tokens, n, case.head_dim, dtype=dtype, seed=seed) for seed, n in enumerate(heads)
-    ]
+    )
+    return q, k, v, do
 
 
 CASES = {
@@ -113,8 +115,8 @@ def check(case: Case, dtype: torch.dtype) -> None:
     q, k, v, do = inputs(case, dtype)
     mask, seen = case.mask(), case.seen()
     o, lse = attention_forward(q, k, v, mask, tiles=case.tiles, tma=case.tma)
-    exact_inputs = [exact(x) for x in (q, k, v)]
-    want_o, want_lse = plain(*exact_inputs, seen)
+    q64, k64, v64 = exact(q), exact(k), exact(v)
+    want_o, want_lse = plain(q64, k64, v64, seen)
     assert_near(o, want_o)
     visible = seen.any(1)
     assert (lse[:, ~visible] == -torch.inf).all()
@@ -135,7 +137,8 @@ def check(case: Case, dtype: torch.dtype) -> None:
         tma=case.tma,
     )
     (want_o * do.double()).sum().backward()
-    for got, leaf in zip(grads, exact_inputs, strict=True):
+    for got, leaf in zip(grads, (q64, k64, v64), strict=True):
+        assert leaf.grad is not None
         if float(leaf.grad.norm()) < 1e-9:  # one token: its own softmax is constant
             assert float(got.norm()) < 1e-5
         else:
@@ -148,9 +151,10 @@ def test_a_ring_of_three_chunks_is_the_whole() -> None:
     mask = case.mask()
     size = case.tokens // 3
     spans = [slice(i * size, (i + 1) * size) for i in range(3)]
-    exact_inputs = [exact(x) for x in (q, k, v)]
-    want_o, want_lse = plain(*exact_inputs, case.seen())
+    q64, k64, v64 = exact(q), exact(k), exact(v)
+    want_o, want_lse = plain(q64, k64, v64, case.seen())
     (want_o * do.double()).sum().backward()
+    assert q64.grad is not None
 
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for a in spans:
@@ -170,9 +174,9 @@ def test_a_ring_of_three_chunks_is_the_whole() -> None:
             )
             for total, part in zip((dq, dk[b], dv[b]), grads, strict=True):
                 total += part
-        assert_near(dq, exact_inputs[0].grad[a], backward=True)
-    assert_near(dk, exact_inputs[1].grad, backward=True)
-    assert_near(dv, exact_inputs[2].grad, backward=True)
+        assert_near(dq, q64.grad[a], backward=True)
+    assert_near(dk, k64.grad, backward=True)
+    assert_near(dv, v64.grad, backward=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,18 +184,28 @@ def test_dropped_weights_are_those_of_the_reference(dtype: torch.dtype) -> None:
     case = Case((20, 33), 4, 2, 16, window=25)
     q, k, v, do = inputs(case, dtype)
     first, key, p = 2**32 - 10, (7, 2**32 - 3), 0.3
-    exact_inputs = [exact(x) for x in (q, k, v)]
+    q64, k64, v64 = exact(q), exact(k), exact(v)
     at = reference_dropout.AttentionDropout(p, key, first, 5)
-    want = reference_attention.attention(*exact_inputs, [0, 20, 53], 25, at)
+    want = reference_attention.attention(q64, k64, v64, [0, 20, 53], 25, at)
     (want * do.double()).sum().backward()
     drop = Drop(p, key, first, first, 5)
     for tma in (False, True) if dtype == torch.float32 else (True,):
         o, lse = attention_forward(q, k, v, case.mask(), tiles=SMALL, drop=drop, tma=tma)
         assert_near(o, want)
         stats = attention_delta(o, do, lse)
-        tiles = {"dq_tiles": SMALL, "dkdv_tiles": SMALL}
-        grads = attention_backward(do, q, k, v, stats, case.mask(), drop=drop, tma=tma, **tiles)
-        for got, leaf in zip(grads, exact_inputs, strict=True):
+        grads = attention_backward(
+            do,
+            q,
+            k,
+            v,
+            stats,
+            case.mask(),
+            drop=drop,
+            tma=tma,
+            dq_tiles=SMALL,
+            dkdv_tiles=SMALL,
+        )
+        for got, leaf in zip(grads, (q64, k64, v64), strict=True):
             assert_near(got, leaf.grad, backward=True)
 
 
@@ -205,9 +219,9 @@ def test_views_and_memory_without_alignment_give_the_same_result() -> None:
     head_major = q.transpose(0, 1).contiguous().transpose(0, 1)
     unaligned = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)
     for triple in (views, (head_major, k, v), (unaligned, k, v)):
-        got = attention_forward(*triple, case.mask(), tiles=SMALL)
-        assert torch.equal(got[0], want[0])
-        assert torch.equal(got[1], want[1])
+        found = attention_forward(*triple, case.mask(), tiles=SMALL)
+        assert torch.equal(found[0], want[0])
+        assert torch.equal(found[1], want[1])
     o, lse = want
     expanded = torch.ones(()).expand(o.shape)
     arguments = (attention_delta(o, expanded, lse), case.mask())
@@ -227,8 +241,9 @@ def test_rows_beyond_two_to_the_31_elements(tma: bool) -> None:
     for q, k, v, do in (near, far):
         o, lse = attention_forward(q, k, v, case.mask(), tiles=SMALL, tma=tma)
         stats = attention_delta(o, do, lse)
-        tiles = {"dq_tiles": SMALL, "dkdv_tiles": SMALL}
-        grads = attention_backward(do, q, k, v, stats, case.mask(), tma=tma, **tiles)
+        grads = attention_backward(
+            do, q, k, v, stats, case.mask(), tma=tma, dq_tiles=SMALL, dkdv_tiles=SMALL
+        )
         results.append([o, lse, stats, *grads])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

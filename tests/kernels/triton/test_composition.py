@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from megalite.train.engine import Engine
 from tests.parity.case import Case, config_of, rank_batches
 from tests.pool import RankPool
 
+Backend = Literal["reference", "interpret"]
 STEPS = 2
 CASES = {
     "llama": Case(tp=2, sp=True, kv_heads=2, mask="documents", m=1),
@@ -24,7 +25,7 @@ CASES = {
 BOUND = 2e-6
 
 
-def config_for(case: Case, backend: str) -> RunConfig:
+def config_for(case: Case, backend: Backend) -> RunConfig:
     config = config_of(case, 2 if case.family == "llama" else 1)
     return config.model_copy(
         update={
@@ -32,12 +33,14 @@ def config_for(case: Case, backend: str) -> RunConfig:
             "train": config.train.model_copy(update={"dtype": "float32"}),
             # an eps that no second moment is small against: updates are smooth in the gradients
             "optimizer": config.optimizer.model_copy(update={"eps": 1e-2}),
-            "kernels": KernelsConfig(backend=backend),  # type: ignore[arg-type]
+            "kernels": KernelsConfig(backend=backend),
         }
     )
 
 
-def train(ctx: Any, name: str, backend: str) -> tuple[str, list[float], dict[str, torch.Tensor]]:
+def train(
+    ctx: Any, name: str, backend: Backend
+) -> tuple[str, list[float], dict[str, torch.Tensor]]:
     """Backend in use, losses, and this rank's gradients and weights after the last step."""
     case = CASES[name]
     mesh = ctx.mesh(tp=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -154,6 +156,7 @@ def test_grouped_products(case: tuple, dtype: torch.dtype) -> None:
     start = draw(*weight.shape, seed=3)
     whole, buffer = guarded(start)
     gemm.grouped_weight_grad_(buffer, dy, x, offset, tma=tma)
+    assert weight64.grad is not None
     assert_near(buffer, start.double() + weight64.grad, backward=True)
     assert_guards_untouched(whole)
     rounded = torch.empty_like(weight)
@@ -164,9 +167,12 @@ def test_grouped_products(case: tuple, dtype: torch.dtype) -> None:
 def test_descriptors_are_used_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     source = gemm._source
-    monkeypatch.setattr(
-        gemm, "_source", lambda *arguments: made.append(arguments[-1]) or source(*arguments)
-    )
+
+    def recorded(*arguments: Any) -> Any:
+        made.append(arguments[-1])
+        return source(*arguments)
+
+    monkeypatch.setattr(gemm, "_source", recorded)
     offset, bf16 = offsets([3]), torch.bfloat16
     weight = draw(1, 40, 16, dtype=bf16)
     x, dy = draw(3, 16, dtype=bf16), draw(3, 40, dtype=bf16)

@@ -52,8 +52,9 @@ def test_norm_and_its_gradients(case: tuple, dtype: torch.dtype) -> None:
     y, s, mean, rstd = norm_forward(
         x, weight, EPS, residual_TD=residual, bias_D=bias, offset=offset, center=center
     )
-    assert torch.equal(s, x + residual if add else x)
-    s64, weight64, bias64 = exact(s), exact(weight), exact(bias)
+    assert torch.equal(s, x if residual is None else x + residual)
+    s64, weight64 = exact(s), exact(weight)
+    bias64 = None if bias is None else exact(bias)
     y64, mean64, rstd64 = plain(s64, weight64, bias64, offset, center)
     assert y.dtype == dtype
     assert_near(y, y64)
@@ -80,7 +81,8 @@ def test_norm_and_its_gradients(case: tuple, dtype: torch.dtype) -> None:
         assert_near(dx, s64.grad, backward=True)
     dweight = column_sum(dweights, torch.empty(columns))
     assert_near(dweight, weight64.grad, backward=True)
-    if with_bias:
+    if bias64 is not None:
+        assert dbiases is not None
         assert_near(column_sum(dbiases, torch.empty(columns)), bias64.grad, backward=True)
 
 

@@ -44,8 +44,10 @@ def rope(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return functional.rope(x, cos, sin, position)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Any:
-    return functional.attention(q, k, v, Intervals(*mask))
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, up: Tensor, key_lo: Tensor, key_up: Tensor
+) -> Any:
+    return functional.attention(q, k, v, Intervals(lo, up, key_lo, key_up))
 
 
 def loss(x: Tensor, label: Tensor, weight: Tensor) -> Any:
@@ -138,15 +140,16 @@ def test_what_only_the_device_knows_gives_nan_not_other_memory() -> None:
 
 def test_updates_write_where_they_are_told() -> None:
     """A 16-bit copy with gaps is refused, numbers of a step may lie apart."""
-    ops, flat = select("interpret"), [draw(8), draw(8, seed=1), torch.zeros(8), torch.zeros(8)]
-    options: dict[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    ops = select("interpret")
+    weight, grad, m, v = draw(8), draw(8, seed=1), torch.zeros(8), torch.zeros(8)
+    options: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     hyper = torch.tensor([[1e-2, 9.0], [0.1, 9.0], [0.05, 9.0], [0.5, 9.0]])[:, 0]
     with pytest.raises(ValueError, match="low must be contiguous"):
-        ops.adamw_(*flat, hyper, low=torch.zeros(16).bfloat16()[::2], **options)
-    want = [x.double() for x in flat]
-    select("reference").adamw_(*want, hyper.double(), **options)
-    ops.adamw_(*flat, hyper, **options)
-    for a, b in zip(flat, want, strict=True):
+        ops.adamw_(weight, grad, m, v, hyper, low=torch.zeros(16).bfloat16()[::2], **options)
+    weight64, grad64, m64, v64 = weight.double(), grad.double(), m.double(), v.double()
+    select("reference").adamw_(weight64, grad64, m64, v64, hyper.double(), **options)
+    ops.adamw_(weight, grad, m, v, hyper, **options)
+    for a, b in ((weight, weight64), (grad, grad64), (m, m64), (v, v64)):
         assert_near(a, b)
 
 

@@ -16,7 +16,7 @@ from megalite.kernels.plain.adamw import ReferenceAdamW
 from megalite.kernels.triton import adamw_plan as triton_adamw_plan
 from megalite.kernels.triton.adamw_plan import TritonAdamW
 from megalite.layout.topology import Topology
-from megalite.optim.zero1 import DistributedOptimizer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
 from tests.kernels.triton.kit import shim
 from tests.optim.kit.synthetic import (
     SyntheticChunk,
@@ -109,7 +109,7 @@ def test_a_held_step_changes_nothing(mesh: Mesh) -> None:
     _, (chunks, optimizer) = both(mesh, torch.bfloat16, clip_grad=0.1)
     before = [s.tensor.clone() for s in optimizer.named_state()]
     accumulate(chunks, optimizer, mesh, 0)
-    held = optimizer.step(0.1, hold=True)
+    held = optimizer.step(0.1, skip_update=True)
     assert (held.skipped, held.num_updates) == (True, 0)
     after = [s.tensor for s in optimizer.named_state()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -52,6 +52,7 @@ def stock_model(
 ) -> PreTrainedModel:
     """The untrained stock model of the same shape, in float64, without dropout."""
     if config.family == "gpt2":
+        implementation: dict[str, Any] = {"attn_implementation": attention}  # not in the signature
         return (
             GPT2LMHeadModel(
                 GPT2Config(
@@ -63,7 +64,7 @@ def stock_model(
                     n_inner=config.ffn_hidden_size,
                     layer_norm_epsilon=config.norm_eps,
                     tie_word_embeddings=config.tie_embeddings,
-                    attn_implementation=attention,
+                    **implementation,
                 )
             )
             .double()

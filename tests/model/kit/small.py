@@ -210,8 +210,12 @@ def plain_loss(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -> 
     return (F.cross_entropy(logits, batch.label_T, reduction="none") * batch.weight_T).sum()
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest magnitude of `want`; NaN anywhere gives NaN."""
+def relative_error(got: Tensor, want: Tensor | None) -> float:
+    """Largest difference over the largest magnitude of `want`; NaN anywhere gives NaN.
+
+    A gradient that is missing (None) fails.
+    """
+    assert want is not None
     assert got.shape == want.shape, (got.shape, want.shape)
     want = want.detach().double()
     scale = float(want.abs().max()) or 1.0

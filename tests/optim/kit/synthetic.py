@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.kernels.adamw_operations import AdamWOperations
 from megalite.layout.sharding import EXPERT, Matrices, ShardSpec
-from megalite.optim.zero1 import DistributedOptimizer, StepResult
+from megalite.optim.distributed_optimizer import DistributedOptimizer, StepResult
 from megalite.tensor_parallel.grads import GradStore
 
 NUM_LAYERS = 4
@@ -73,13 +74,17 @@ def local_part(full: Tensor, spec: ShardSpec, mesh: Mesh) -> Tensor:
     return full
 
 
+def add_to(part: Tensor, buffer: Tensor) -> None:
+    buffer.add_(part)
+
+
 class SyntheticChunk:
     """One stage's parameters, and a backward that adds drawn gradients in reverse use order."""
 
     def __init__(self, sections: list[list[ShardSpec]], mesh: Mesh, dtype: torch.dtype) -> None:
         self._mesh = mesh
         self.grads = GradStore()
-        self.before: Callable[[int], None] | None = None
+        self.before_section: Callable[[int], None] | None = None
         self._sections = [
             [(nn.Parameter(self._local(draw(s.name)(s.shape), s).to(dtype)), s) for s in section]
             for section in sections
@@ -98,8 +103,8 @@ class SyntheticChunk:
         """Copies of all parameters, each read right after its section's hook."""
         seen: list[Tensor] = []
         for index, section in enumerate(self._sections):
-            if self.before is not None:
-                self.before(index)
+            if self.before_section is not None:
+                self.before_section(index)
             seen += [param.detach().clone() for param, _ in section]
         return seen
 
@@ -111,7 +116,7 @@ class SyntheticChunk:
             for part in self._contributions(spec, step, sample)
         ]
         for param, _, part in todo:
-            self.grads.add(param, lambda buffer, part=part: buffer.add_(part))
+            self.grads.add(param, partial(add_to, part))
 
     def _contributions(self, spec: ShardSpec, step: int, sample: int) -> Iterator[Tensor]:
         if spec.grid == EXPERT:
@@ -252,29 +257,34 @@ def expected(
     )
     norms = []
     average = {name: param.detach().clone() for name, param in params.items()}
+    grads: dict[str, Tensor] = {}
     for step in range(num_steps):
-        for name, param in params.items():
+        for name in params:
             keys = [(name, "in"), (name, "out")] if name == TIED.name else [(name,)]
             draws = [
                 draw(*key, step, sample)(specs[name].shape)
                 for key in keys
                 for sample in range(NUM_SAMPLES)
             ]
-            param.grad = torch.stack(draws).sum(0)
-        norm = torch.stack([p.grad.square().sum() for p in params.values()]).sum().sqrt().item()
+            grads[name] = torch.stack(draws).sum(0)
+        norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt().item()
         norms.append(norm)
         if config.clip_grad is not None and norm + 1e-6 > config.clip_grad:
-            for param in params.values():
-                param.grad *= config.clip_grad / (norm + 1e-6)
+            for grad in grads.values():
+                grad *= config.clip_grad / (norm + 1e-6)
+        for name, param in params.items():
+            param.grad = grads[name]
         adamw.step()
         for name, param in params.items():
             left = config.ema_decay or 0.0
             average[name] = left * average[name] + (1 - left) * param.detach()
-    moments = [
-        {name: adamw.state[param][kind] for name, param in params.items()}
-        for kind in ("exp_avg", "exp_avg_sq")
-    ]
-    return Expected({n: p.detach() for n, p in params.items()}, *moments, average, norms)
+    return Expected(
+        params={name: param.detach() for name, param in params.items()},
+        exp_avg={name: adamw.state[param]["exp_avg"] for name, param in params.items()},
+        exp_avg_sq={name: adamw.state[param]["exp_avg_sq"] for name, param in params.items()},
+        ema=average,
+        norms=norms,
+    )
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

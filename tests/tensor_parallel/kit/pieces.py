@@ -94,6 +94,12 @@ def whole_tokens(parts: list[Tensor], sp: bool) -> Tensor:
     return torch.cat(parts) if sp else same_everywhere(parts)
 
 
+def present(x: Tensor | None) -> Tensor:
+    """The tensor, such as a gradient, that must have been computed."""
+    assert x is not None
+    return x
+
+
 def same_everywhere(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         assert torch.equal(part, parts[0])

@@ -10,14 +10,16 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from megalite.cli.main import main as megalite
 from megalite.errors import DataError
 from megalite.process import local  # noqa: F401  imported once for all jobs, torch with it
-from megalite.train import launch, loop, rank
+from megalite.train import launch, rank
 from megalite.train.loop import Trainer
+from megalite.train.run_data import open_data
 
 
 def raises(trainer: Trainer) -> None:
@@ -34,19 +36,18 @@ def spoils_a_gradient(trainer: Trainer) -> None:
         if trainer.mesh.rank == 1:
             optimizer._buffers[0].grads[3] = math.nan
 
-    optimizer._reducers[0].wait = wait_and_spoil  # type: ignore[method-assign]
+    optimizer._reducers[0].wait = wait_and_spoil
 
 
 def cannot_open() -> None:
     """Rank 1 does not find its data, which the others have."""
-    open_data = loop.open_data
 
     def fail(config: Any) -> Any:
         if dist.get_rank() == 1:
             raise DataError("data.path=here: no such file")
         return open_data(config)
 
-    loop.open_data = fail
+    mock.patch("megalite.train.loop.open_data", fail).start()
 
 
 def signalled_before_the_ranks() -> None:
@@ -64,10 +65,10 @@ def signalled_while_a_rank_starts() -> None:
     """SIGUSR1 comes to rank 1 alone, before it has a mesh."""
     start = rank.train_rank
 
-    def signal_and_start(place: Any, *arguments: Any) -> int:
-        if place.rank == 1:
+    def signal_and_start(launch: Any, *arguments: Any, **named: Any) -> int:
+        if launch.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return start(place, *arguments)
+        return start(launch, *arguments, **named)
 
     rank.train_rank = signal_and_start
 
@@ -76,8 +77,8 @@ def terminated_late() -> None:
     """SIGTERM comes to the launcher and to each rank when all is done and saved."""
     start = rank.train_rank
 
-    def start_and_terminate(place: Any, *arguments: Any) -> int:
-        code = start(place, *arguments)
+    def start_and_terminate(launch: Any, *arguments: Any, **named: Any) -> int:
+        code = start(launch, *arguments, **named)
         os.kill(os.getppid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         return code
@@ -105,12 +106,12 @@ def inject(name: str) -> None:
         return
     step = Trainer._step
 
-    def faulty_step(trainer: Trainer, flag: Any) -> Any:
-        if trainer.step == 1:
-            FAULTS[name](trainer)
-        return step(trainer, flag)
+    def faulty_step(self: Trainer, flag: Any) -> Any:
+        if self.step == 1:
+            FAULTS[name](self)
+        return step(self, flag)
 
-    Trainer._step = faulty_step  # type: ignore[method-assign]
+    Trainer._step = faulty_step
 
 
 def run(job: dict[str, Any]) -> None:

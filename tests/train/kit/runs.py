@@ -127,7 +127,7 @@ def train_one(ctx: Any, config: RunConfig, stop_at: int | None = None) -> Outcom
             seen[trainer.step] = ids
             return batches
 
-        trainer._micro_batches = listen  # type: ignore[method-assign]
+        trainer._micro_batches = listen
         code = trainer.run(stop_at)
     except MegaliteError as error:
         return Outcome(None, f"{type(error).__name__}: {error}", sample_ids=seen)

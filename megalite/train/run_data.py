@@ -1,12 +1,12 @@
-"""Opens what a run reads, and makes sure that it is what the config asks for, on every rank."""
+"""The datasets of a run: opened, checked against the config, and compared over the ranks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 
 from megalite.config import RunConfig
 from megalite.config.inputs import Source, sources, split_set_names
@@ -19,13 +19,14 @@ from megalite.distributed.agree import all_equal
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
 
-# A part of a validation set is a fair sample of it, the same one whatever the run's own seed.
-_VALIDATION_SEED = 0
+# Evaluation sets are shuffled, so that a part of one (eval.batches) is a fair sample; the same part
+# for every train.seed.
+_EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Samples that are only evaluated; `at_end`: once, when the run is over."""
+    """A named set of samples to evaluate; `at_end`: only once, when the run is over."""
 
     name: str
     batches: Batches
@@ -34,7 +35,7 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains on, what it is evaluated on, and what all of that is, by name."""
+    """Training data, evaluation sets, and the identities of their datasets by name."""
 
     train: Batches
     sets: tuple[EvalSet, ...]
@@ -42,7 +43,7 @@ class RunData:
 
     @property
     def digest(self) -> str:
-        """One hex name for the content of all of it."""
+        """One hash, in hex, of the content of all datasets."""
         content = [f"{name} {known.fingerprint}" for name, known in self.identities.items()]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
@@ -56,33 +57,34 @@ def open_data(config: RunConfig) -> RunData:
     blend = sources(data)
     if not blend:
         raise ConfigError("data.path is not set; give the prefix that `megalite data` wrote")
+
+    # Cached, because several sources or sets may name one dataset, whose check reads much of it.
     open_dataset = cache(lambda path: _open(path, config))
-    make = _batches(config)
-    spans = [_split(open_dataset(source.path), source, config) for source in blend]
-    train = make(
-        [span["train"] for span in spans],
-        config.train.seed,
-        weights=[source.weight for source in blend],
-    )
+    ids_are_known = cache(partial(_check_ids, vocab_size=config.model.vocab_size))
+    make = partial(_batches, config, ids_are_known)
+    splits = [_split(open_dataset(source.path), source, config) for source in blend]
+    weights = [source.weight for source in blend]
+    train = make([split["train"] for split in splits], config.train.seed, weights)
+
+    # Sets from the splits of the sources, if any are evaluated, then those with datasets of their
+    # own. Each is one pass.
     sets: list[EvalSet] = []
     for part in SPLIT_NAMES[1:] if config.eval.interval else ():
-        for name, span in zip(split_set_names(data, part), spans, strict=False):
-            passes = make(span[part], _VALIDATION_SEED, once=True)
-            sets.append(EvalSet(name, passes, at_end=part == "test"))
+        for name, split in zip(split_set_names(data, part), splits, strict=False):
+            batches = make([split[part]], _EVALUATION_SEED, once=True)
+            sets.append(EvalSet(name, batches, at_end=part == "test"))
     for entry in config.eval.sets:
         whole = open_dataset(entry.path).span(f"eval set {entry.name}")
-        sets.append(EvalSet(entry.name, make(whole, _VALIDATION_SEED, once=True)))
+        sets.append(EvalSet(entry.name, make([whole], _EVALUATION_SEED, once=True)))
+
     named = [(source.name, source.path) for source in blend]
     named += [(f"eval/{entry.name}", entry.path) for entry in config.eval.sets]
-    return RunData(
-        train,
-        tuple(sets),
-        {name: identify(open_dataset(path).indexed) for name, path in named},
-    )
+    identities = {name: identify(open_dataset(path).indexed) for name, path in named}
+    return RunData(train, tuple(sets), identities)
 
 
-def describe(config: RunConfig, data: RunData, samples: int) -> list[str]:
-    """A line for each source of a run over `samples` samples: how often it is seen."""
+def describe_data(config: RunConfig, data: RunData, samples: int) -> list[str]:
+    """Lines about the data of a run over `samples` samples: one a source, one an evaluation set."""
     lines = []
     taken = data.train.blend.counts(samples)
     for source, span, count in zip(sources(config.data), data.train.spans, taken, strict=True):
@@ -100,7 +102,10 @@ def describe(config: RunConfig, data: RunData, samples: int) -> list[str]:
 
 
 def require_same_data(data: RunData, config: RunConfig, mesh: Mesh) -> None:
-    """DataError on every rank unless all ranks opened the same data (a disk of one's own)."""
+    """Raise DataError on every rank unless all ranks opened the same data.
+
+    They may differ where each node has a disk of its own.
+    """
     if not all_equal(data.digest, mesh):
         paths = ", ".join(f"{source.setting}={source.path}" for source in sources(config.data))
         raise DataError(
@@ -111,6 +116,7 @@ def require_same_data(data: RunData, config: RunConfig, mesh: Mesh) -> None:
 
 
 def _open(path: str, config: RunConfig) -> TokenDataset:
+    """A dataset; DataError if the config's tokenizer is not the one of its sidecar."""
     dataset, tokenizer = TokenDataset(path), config.data.tokenizer
     if tokenizer is not None and dataset.sidecar is not None:
         require_tokenizer(dataset.sidecar, dataset.prefix, tokenizer)
@@ -118,7 +124,7 @@ def _open(path: str, config: RunConfig) -> TokenDataset:
 
 
 def _split(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, TokenSpan]:
-    """A source's spans by part; each part of a share above 0 holds a sample."""
+    """The spans of a source by part; DataError, with its name, for a part without a sample."""
     try:
         return dataset.split(config.data.split, config.data.seq_length)
     except DataError as error:
@@ -127,27 +133,30 @@ def _split(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str
         raise DataError(f"{source.setting} ({source.name}): {error}") from None
 
 
-def _batches(config: RunConfig) -> Callable[..., Batches]:
-    """Makes Batches with the config's settings, from spans whose ids fit the model."""
-    vocab_size = config.model.vocab_size
-    known = cache(lambda dataset: dataset.check_vocab(vocab_size).how in ("dtype", "scan"))
+def _check_ids(dataset: TokenDataset, vocab_size: int) -> bool:
+    """True if all ids of a dataset are known to fit the model; DataError if one does not.
 
-    def make(
-        spans: TokenSpan | list[TokenSpan],
-        seed: int,
-        weights: list[Fraction] | None = None,
-        once: bool = False,
-    ) -> Batches:
-        listed = [spans] if isinstance(spans, TokenSpan) else spans
-        checked = [known(span.data) for span in listed]
-        return Batches(
-            listed,
-            config.data.seq_length,
-            seed,
-            weights=[Fraction(1)] if weights is None else weights,
-            once=once,
-            document_masks=config.data.document_masks,
-            vocab_size=None if all(checked) else vocab_size,
-        )
+    False if only a sample of them, or the sidecar, was looked at.
+    """
+    return dataset.check_vocab(vocab_size).how in ("dtype", "scan")
 
-    return make
+
+def _batches(
+    config: RunConfig,
+    ids_are_known: Callable[[TokenDataset], bool],
+    spans: list[TokenSpan],
+    seed: int,
+    weights: Sequence[Fraction] = (Fraction(1),),
+    once: bool = False,
+) -> Batches:
+    """Batches of `spans` with the config's settings; ids that are not known are checked again."""
+    known = [ids_are_known(span.data) for span in spans]
+    return Batches(
+        spans,
+        config.data.seq_length,
+        seed,
+        weights=weights,
+        once=once,
+        document_masks=config.data.document_masks,
+        vocab_size=None if all(known) else config.model.vocab_size,
+    )

@@ -1,7 +1,7 @@
-"""What a run's datasets say of themselves that its settings contradict, before torch is imported.
+"""Checks of a run's settings against the sidecars of its datasets, before torch is imported.
 
-Reads the small files beside them only (sidecar.py); a dataset without one is judged when the ranks
-open it (datasets.py), as are all of them again then.
+Sidecars are the small files beside datasets (data/sidecar.py). When the ranks open the data, all
+datasets are checked themselves, also those without a sidecar (run_data.py).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from megalite.data.sidecar import require_tokenizer, stated_sidecar
 from megalite.errors import DataError
 
 
-def input_problems(config: RunConfig) -> list[str]:
+def sidecar_problems(config: RunConfig) -> list[str]:
     """One line for each dataset whose ids, and each whose tokenizer, do not fit the config.
 
-    Files that are not there are config.inputs's to name.
+    Missing files are left out: `config.inputs.missing_inputs` names them.
     """
     paths = [source.path for source in sources(config.data)]
     paths += [entry.path for entry in config.eval.sets]
     problems: list[str] = []
     for path in dict.fromkeys(paths):
         if all(file_of(path, suffix).is_file() for suffix in (".bin", ".idx")):
-            for check in (_ids, _tokenizer):
-                problems += _told(check, path, config)
-    return list(dict.fromkeys(problems))  # a sidecar that cannot be read is told once
+            for check in (_check_ids, _check_tokenizer):
+                problems += _lines_of(check, path, config)
+    return list(dict.fromkeys(problems))  # both checks may fail to read one sidecar
 
 
-def _told(check: Callable[[str, RunConfig], None], path: str, config: RunConfig) -> list[str]:
-    """What a check raises, as a line."""
+def _lines_of(check: Callable[[str, RunConfig], None], path: str, config: RunConfig) -> list[str]:
+    """The error that a check raises, as a line; none if it passes."""
     try:
         check(path, config)
     except DataError as error:
@@ -43,14 +43,14 @@ def _told(check: Callable[[str, RunConfig], None], path: str, config: RunConfig)
     return []
 
 
-def _ids(path: str, config: RunConfig) -> None:
+def _check_ids(path: str, config: RunConfig) -> None:
     sidecar, vocab_size = stated_sidecar(path), config.model.vocab_size
     if sidecar is not None and sidecar.max_id >= vocab_size:
-        # The sidecar may be of other files: those that are there have the last word.
+        # The sidecar may belong to other files, so the dataset itself decides.
         TokenDataset(path).check_vocab(vocab_size)
 
 
-def _tokenizer(path: str, config: RunConfig) -> None:
+def _check_tokenizer(path: str, config: RunConfig) -> None:
     sidecar, tokenizer = stated_sidecar(path), config.data.tokenizer
     if sidecar is not None and tokenizer is not None and Path(tokenizer).is_file():
         require_tokenizer(sidecar, Path(path), tokenizer)

@@ -1,4 +1,4 @@
-"""What the optimizer hands to checkpoints, and what it counts in memory. Reads and writes no files.
+"""The optimizer's state as named tensors for checkpoints, and its bytes. Reads and writes no files.
 
 Kinds of state: `param` (the weight: fp32 master for 16-bit parameters, else the parameter itself),
 then `exp_avg` and `exp_avg_sq` (AdamW) or `momentum` (Muon), and `ema`.
@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.distributed.mesh import Mesh
 from megalite.layout.sharding import ShardSpec
 from megalite.optim.buffers import ChunkBuffers
-from megalite.optim.shard import ADAMW_KINDS, EMA, MUON_KINDS, ChunkShard, Piece
+from megalite.optim.shard import EMA, ChunkShard, Piece
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class StateTensor:
 
     @property
     def name(self) -> str:
-        """Its name in checkpoints."""
+        """Name of the whole tensor in checkpoints."""
         return f"{self.kind}/{self.spec.name}"
 
 
 def owns(spec: ShardSpec, mesh: Mesh, zero: int) -> bool:
-    """True if this rank stands for a parameter in norms and checkpoints; replicas do not."""
+    """True if this rank counts its part of a parameter in norms and saves it; replicas do not."""
     holds_block = spec.cut_dim is not None or mesh.axis(spec.grid.cut_axis).rank == 0
     is_replica = zero == 0 and mesh.axis(spec.grid.replica_axis).rank != 0
     return holds_block and not is_replica and spec.counted
@@ -77,7 +77,7 @@ class MemoryReport:
 
     @property
     def state_bytes(self) -> int:
-        """Masters, moments and averages: what ZeRO shards."""
+        """Masters, moments and averages, which ZeRO shards."""
         moments = self.exp_avg_bytes + self.exp_avg_sq_bytes + self.momentum_bytes
         return self.master_bytes + moments + self.ema_bytes
 
@@ -100,17 +100,20 @@ class MemoryReport:
 
 def memory_report(buffers: list[ChunkBuffers], shards: list[ChunkShard]) -> MemoryReport:
     """Count the storage behind the buffers of all chunks of this rank."""
-    masters = [shard.master for shard in shards if shard.master is not None]
+
+    def state_bytes(kind: str) -> int:
+        return _storage_bytes(s.states[kind] for s in shards if kind in s.states)
+
     return MemoryReport(
         num_parameters=sum(b.num_parameters for b in buffers),
         num_padding=sum(b.padding for b in buffers),
         param_bytes=_storage_bytes(b.params for b in buffers),
         grad_bytes=_storage_bytes(b.grads for b in buffers),
-        master_bytes=_storage_bytes(masters),
-        **{
-            f"{kind}_bytes": _storage_bytes(s.states[kind] for s in shards if kind in s.states)
-            for kind in (*ADAMW_KINDS, *MUON_KINDS, EMA)
-        },
+        master_bytes=_storage_bytes(s.master for s in shards if s.master is not None),
+        exp_avg_bytes=state_bytes("exp_avg"),
+        exp_avg_sq_bytes=state_bytes("exp_avg_sq"),
+        momentum_bytes=state_bytes("momentum"),
+        ema_bytes=state_bytes(EMA),
     )
 
 

@@ -1,7 +1,6 @@
 """The distributed optimizer: gradients reduced, and state sharded, over replicas (ZeRO-1).
 
-Reading order: buffers (memory), shard (what this rank owns), grad_reduce, param_gather, norm,
-grad_factor, muon, then `DistributedOptimizer.step` here, the order of everything after backward:
+`DistributedOptimizer.step` is the order of everything after backward:
 
     dp reduction -> sum over tp of partial gradients -> sum of tied weights over embedding
     -> global norm -> non-finite policy -> unscale and clip -> AdamW, Muon -> average
@@ -9,7 +8,8 @@ grad_factor, muon, then `DistributedOptimizer.step` here, the order of everythin
 
 Everything after the dp reduction touches only this rank's part. `zero=0` is the same code with
 one shard, all-reduce in place of reduce-scatter, and no gather. AdamW and the sums of squares are
-kernels: one pass may unscale, clip, update and write the parameters. It decides no learning rate.
+kernels: one pass may unscale, clip, update and write the parameters (grad_factor.py explains when
+gradients in memory are multiplied). The learning rate is an argument.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megalite.distributed.mesh import Axis, Mesh
 from megalite.distributed.precision import DTYPES
 from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings
 from megalite.kernels.plain.adamw import ReferenceAdamW
-from megalite.optim.buffers import Chunk, ChunkBuffers
+from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
 from megalite.optim.grad_factor import GradFactor
 from megalite.optim.grad_reduce import GradReducer
 from megalite.optim.groups import require_matches
@@ -38,13 +38,19 @@ from megalite.optim.non_finite import SkipPolicy
 from megalite.optim.norm import clip_coefficient, global_norm
 from megalite.optim.param_gather import ParamGather
 from megalite.optim.shard import EMA, ChunkShard, StateOptions
-from megalite.optim.state import MemoryReport, StateTensor, memory_report, owns, state_tensors
+from megalite.optim.state_tensors import (
+    MemoryReport,
+    StateTensor,
+    memory_report,
+    owns,
+    state_tensors,
+)
 from megalite.run.rules import rule_of
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on every rank. `grad_norm` is the norm *before* clipping."""
+    """The outcome of a step, the same on every rank. `grad_norm`: the norm *before* clipping."""
 
     grad_norm: float
     clip_coefficient: float
@@ -59,14 +65,15 @@ class DistributedOptimizer:
 
     Call `begin_step`, then for each chunk `expect_last` before and `finish_chunk` after its last
     backward, then `step`. Parameters may be read after `wait_params`, or section by section in
-    forward: each chunk's `before` hook is set to `wait_section`.
+    forward: each chunk's `before_section` hook is set to `wait_section`.
 
-    ops: the kernels to use, plain torch's by default.
+    ops: the kernels to use, plain torch's by default. Raises ConfigError on every rank if a group
+    of `config.groups` matches no parameter.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[OptimizerChunk],
         mesh: Mesh,
         config: OptimizerConfig,
         dtype: torch.dtype,
@@ -75,6 +82,9 @@ class DistributedOptimizer:
     ) -> None:
         self._mesh, self._config, self._device = mesh, config, device
         self._ops = ops or ReferenceAdamW()
+        self._num_updates = 0
+        self._scaler = LossScaler(config, enabled=dtype == torch.float16)
+        self._skips = SkipPolicy(config, self._scaler)
         names = [spec.name for chunk in chunks for _, spec in chunk.named_params()]
         assert len(set(names)) == len(names), "a parameter is on this rank twice"
         require_matches(config.groups, names, mesh.world, device)
@@ -85,19 +95,22 @@ class DistributedOptimizer:
             ChunkBuffers(chunk, dtype, device, config.bucket_mb, mesh, rules, sharded)
             for chunk in chunks
         ]
-        options = StateOptions(_narrow(config.moment_dtype), config.ema_decay is not None)
+        options = StateOptions(_narrow_dtype(config.moment_dtype), config.ema_decay is not None)
         self._shards = [ChunkShard(buffers, sharded, options) for buffers in self._buffers]
 
-        # What travels: gradients before the update, parameters after it, bucket by bucket.
-        sent_as = _narrow(config.grad_reduce_dtype)
+        # Communication: gradients are reduced before the update, parameters gathered after it, and
+        # each forward waits for the parameters of a section ahead of its first use.
+        sent_dtype = _narrow_dtype(config.grad_reduce_dtype)
         pairs = list(zip(chunks, self._buffers, strict=True))
         self._reducers = [
-            GradReducer(chunk, buffers, sharded, config.overlap_grad_reduce, sent_as)
+            GradReducer(chunk, buffers, sharded, config.overlap_grad_reduce, sent_dtype)
             for chunk, buffers in pairs
         ]
         self._gathers = [ParamGather(chunk, buffers) for chunk, buffers in pairs]
+        for index, chunk in enumerate(chunks):
+            chunk.before_section = partial(self.wait_section, index)
 
-        # What this rank updates, and what of it the norm counts.
+        # The update: Muon has the whole buckets; AdamW has all others, in as few runs as possible.
         self._bucket_shards = [s for chunk_shard in self._shards for s in chunk_shard.shards]
         self._pieces = [piece for shard in self._bucket_shards for piece in shard.pieces()]
         self._runs = [run for shard in self._bucket_shards for run in shard.runs()]
@@ -105,11 +118,6 @@ class DistributedOptimizer:
         self._adamw = self._ops.adamw_plan(self._runs, settings)
         self._factor = self._grad_factor()
         self._counted, self._uncounted = self._split_counted()
-        self._num_updates = 0
-        self._scaler = LossScaler(config, enabled=dtype == torch.float16)
-        self._skips = SkipPolicy(config, self._scaler)
-        for index, chunk in enumerate(chunks):
-            chunk.before = partial(self.wait_section, index)
 
     @property
     def num_updates(self) -> int:
@@ -118,7 +126,7 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss's gradient is to be multiplied by before the next backward."""
+        """The factor of the loss's gradient in the next backward; 1 but for float16."""
         return self._scaler.scale
 
     def begin_step(self) -> None:
@@ -135,8 +143,10 @@ class DistributedOptimizer:
         """All contributions of the chunk are in: start the reductions that have not started."""
         self._reducers[chunk_index].finish()
 
-    def step(self, lr: float, *, hold: bool = False) -> StepResult:
-        """Reduce, unscale, clip and apply one update with rate `lr`; `hold` leaves the last out.
+    def step(self, lr: float, *, skip_update: bool = False) -> StepResult:
+        """Reduce, unscale, clip and apply one update with rate `lr`.
+
+        skip_update: reduce and measure gradients, but leave them, weights and state as they are.
 
         Raises NonFiniteGradientError, on every rank alike and with all state untouched, when
         gradients are not finite and `non_finite` is "stop", or "skip" skipped `max_skips` already.
@@ -144,15 +154,19 @@ class DistributedOptimizer:
         for reducer in self._reducers:
             reducer.wait()
         self.wait_params()
-        self._factor.settle()  # of a step before that no `begin_step` came after
+        self._factor.apply_pending()  # if the last step was followed by no `begin_step`
+
+        # A gradient counts in the norm as a sum over all ranks, so partial ones are summed first.
         self._sum_partial()
         self._sum_tied()
         norm = global_norm(
             self._counted, self._uncounted, self._mesh.world, self._device, self._ops
         )
-        scale, policy = self._scaler.scale, self._skips
+
+        # All ranks have the same norm, so they decide alike, before any weight or state is written.
+        scale = self._scaler.scale  # the scale of these gradients; the policy may change it
         if not norm.finite:
-            policy.skip_or_stop(norm, self._num_updates, self._pieces)
+            self._skips.skip_or_stop(norm, self._num_updates, self._pieces)
             return StepResult(
                 grad_norm=norm.value,
                 clip_coefficient=1.0,
@@ -161,14 +175,15 @@ class DistributedOptimizer:
                 num_updates=self._num_updates,
                 loss_scale=scale,
             )
-        policy.good_step()
+        self._skips.good_step()
+
         coefficient = clip_coefficient(norm.value / scale, self._config.clip_grad)
-        if not hold:
+        if not skip_update:
             self._update(lr, coefficient / scale)
         return StepResult(
             grad_norm=norm.value / scale,
             clip_coefficient=coefficient,
-            skipped=hold,
+            skipped=skip_update,
             num_bad_ranks=0,
             num_updates=self._num_updates,
             loss_scale=scale,
@@ -194,9 +209,9 @@ class DistributedOptimizer:
     def named_grads(self) -> list[StateTensor]:
         """Main gradients of this rank's part, as live views: reduced and clipped after `step`.
 
-        Ask after the step: an update that clips in passing multiplies them only when asked.
+        Call it again after each step: only the call applies a factor that is still pending.
         """
-        self._factor.settle()
+        self._factor.apply_pending()
         return [
             StateTensor(
                 "grad",
@@ -214,7 +229,7 @@ class DistributedOptimizer:
         return {"num_updates": self._num_updates, **self._skips.state(), **self._scaler.state()}
 
     def load_scalars(self, scalars: dict[str, float]) -> None:
-        """Restore what `scalars` gave."""
+        """Restore the state that `scalars` returned."""
         self._num_updates = int(scalars["num_updates"])
         self._skips.load(scalars)
         self._scaler.load(scalars)
@@ -246,18 +261,17 @@ class DistributedOptimizer:
         """
         self.wait_params()
         shards = self._bucket_shards
-        # Masters have the weights already; without them the owned part is set aside.
-        kept = [None if s.weight is not s.param else s.param.clone() for s in shards]
-        self._put([shard.states[EMA] for shard in shards])
+        # Masters keep the weights; without masters the parameters are the only copy.
+        weights = [s.param.clone() if s.weight is s.param else s.weight for s in shards]
+        self._set_params([shard.states[EMA] for shard in shards])
         try:
             yield
         finally:
-            pairs = zip(shards, kept, strict=True)
-            self._put([shard.weight if own is None else own for shard, own in pairs])
+            self._set_params(weights)
 
     @torch.no_grad()
-    def _put(self, values: Sequence[Tensor]) -> None:
-        """Write every bucket's owned part of the parameters and bring it to all ranks."""
+    def _set_params(self, values: Sequence[Tensor]) -> None:
+        """Write the owned part of each bucket's parameters, and gather all of them."""
         for shard, value in zip(self._bucket_shards, values, strict=True):
             shard.param.copy_(value)
         self._gather(wait=True)
@@ -267,11 +281,13 @@ class DistributedOptimizer:
         return memory_report(self._buffers, self._shards)
 
     def _grad_factor(self) -> GradFactor:
-        """Which gradients are multiplied before the update, and which in it."""
-        shards = self._bucket_shards
-        lazy = [s.grad for s in shards if self._adamw.takes_factor and not s.bucket.whole]
-        eager = [s.grad for s in shards if not self._adamw.takes_factor or s.bucket.whole]
-        return GradFactor(eager, lazy)
+        """The gradients by the time of their scaling: in AdamW's update if its kernel can."""
+        now: list[Tensor] = []
+        in_update: list[Tensor] = []
+        for shard in self._bucket_shards:
+            is_adamw = not shard.bucket.whole
+            (in_update if is_adamw and self._adamw.takes_factor else now).append(shard.grad)
+        return GradFactor(now, in_update)
 
     def _split_counted(self) -> tuple[list[Tensor], list[Tensor]]:
         """Gradient ranges that this rank adds to the norm, and those that another rank adds."""
@@ -298,27 +314,27 @@ class DistributedOptimizer:
     @torch.no_grad()
     def _update(self, lr: float, coefficient: float) -> None:
         """Multiply gradients by `coefficient` and apply them."""
-        self._factor.apply(coefficient)
+        self._factor.scale(coefficient)
         self._num_updates += 1
-        self._adamw.update(lr, self._num_updates, self._factor.owed)
+        self._adamw.update(lr, self._num_updates, self._factor.pending_factor)
         muon_update(self._bucket_shards, self._mesh.tp, self._config, lr)
         if self._config.ema_decay is not None:
             for shard in self._bucket_shards:
                 shard.states[EMA].lerp_(shard.weight, 1.0 - self._config.ema_decay)
-        written = self._adamw.writes_low
-        self._publish(wait=not self._config.overlap_param_gather, whole_only=written)
+        wait = not self._config.overlap_param_gather
+        self._publish(wait, adamw_wrote=self._adamw.writes_low)
 
-    def _publish(self, wait: bool, whole_only: bool = False) -> None:
-        """Masters to parameters, then every rank's part to every rank.
+    def _publish(self, wait: bool, adamw_wrote: bool = False) -> None:
+        """Write parameters from masters and gather them.
 
-        whole_only: AdamW wrote the parameters of all other buckets already.
+        adamw_wrote: the kernel wrote the parameters of AdamW's buckets already; Muon's are left.
         """
         for shard in self._shards:
-            shard.params_from_masters(whole_only)
+            shard.params_from_masters(whole_only=adamw_wrote)
         self._gather(wait)
 
     def _gather(self, wait: bool) -> None:
-        """Every rank's part of the parameters to every rank."""
+        """Start the gather of all parameters under ZeRO-1, and wait for it if `wait`."""
         if self._config.zero == 1:
             for gather in self._gathers:
                 gather.launch()
@@ -326,8 +342,8 @@ class DistributedOptimizer:
                 self.wait_params()
 
 
-def _narrow(name: str) -> torch.dtype | None:
-    """The type of a setting that says "float32" for as wide as main gradients are: then None."""
+def _narrow_dtype(name: str) -> torch.dtype | None:
+    """The dtype that a setting names; None for "float32", the main gradients' own."""
     return None if name == "float32" else DTYPES[name]
 
 
