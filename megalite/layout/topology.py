@@ -70,10 +70,10 @@ class Topology:
             for axis, size in vars(self).items()
             if isinstance(size, bool) or not isinstance(size, int) or size < 1
         ]
-        if not problems and self.tp * self.cp * self.dp % self.ep:
+        if not problems and self.world_size // self.pp % self.ep:
             problems.append(
                 f"parallel.ep={self.ep} does not divide tp*cp*dp = {self.tp}*{self.cp}*{self.dp} = "
-                f"{self.tp * self.cp * self.dp}, the ranks of a pipeline stage; use a divisor"
+                f"{self.world_size // self.pp}, the ranks of a pipeline stage; use a divisor"
             )
         if problems:
             raise ConfigError(problems)
@@ -112,12 +112,12 @@ class Topology:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.cp * self.dp * self.pp
+        return prod(self.sizes.values())
 
     @property
     def edp(self) -> int:
         """Number of ranks of a stage that hold the same experts."""
-        return self.tp * self.cp * self.dp // self.ep
+        return self.world_size // (self.pp * self.ep)
 
     def size(self, kind: Kind) -> int:
         """Number of ranks in a group of `kind`; a middle stage's embedding group has 1 instead."""
@@ -134,7 +134,7 @@ class Topology:
         """Raise `ConfigError` unless exactly `world_size` ranks make this layout."""
         if world_size == self.world_size:
             return
-        model = self.tp * self.cp * self.pp
+        model = self.world_size // self.dp
         fits = (
             f"parallel.dp={world_size // model} would fit"
             if world_size % model == 0 and world_size > 0
