@@ -149,6 +149,25 @@ def test_the_top_holds_packages() -> None:
     assert len(list((ROOT / "kernels").glob("*.py"))) <= 8
 
 
+def test_no_two_modules_define_a_public_class_of_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for root in ("megalite", "kernels", "launch"):
+        for path in sorted((ROOT / root).rglob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert not twice, f"one word, one thing: {twice}"
+
+
+def test_the_glossary_has_about_thirty_words() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text[text.index("## Glossary") : text.index("## Formats")]
+    words = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert words[1:] == sorted(words[1:])
+    assert 28 <= len(words) - 1 <= 36
+
+
 def test_four_files_of_one_prefix_are_a_package() -> None:
     for root in ("megalite", "kernels", "benchmarks", "tests", "launch"):
         for folder in packages(ROOT / root):
