@@ -7,6 +7,7 @@ on each other), `meaning` and `resume` (comparison with an earlier run), `text` 
 
 from megalite.config.schema import (
     MAX_SEED,
+    Activation,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
@@ -27,6 +28,7 @@ from megalite.config.schema import (
 
 __all__ = [
     "MAX_SEED",
+    "Activation",
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",

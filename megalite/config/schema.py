@@ -22,6 +22,8 @@ from megalite.config.shares import parse_split
 
 MAX_SEED = 2**63 - 1
 
+Activation = Literal["swiglu", "gelu_tanh"]
+
 
 class Section(BaseModel):
     """Base of every config section: frozen, unknown keys refused, no silent type changes."""
@@ -55,7 +57,7 @@ class ModelConfig(Section):
     rope_low_freq_factor: float = Field(default=1.0, gt=0)
     rope_high_freq_factor: float = Field(default=4.0, gt=0)
     rope_original_max_position: int = Field(default=8192, ge=1)  # length trained before scaling
-    activation: Literal["swiglu", "gelu_tanh"] = "swiglu"  # swiglu has a third matrix, the gate
+    activation: Activation = "swiglu"  # swiglu has a third matrix, the gate
     qkv_bias: bool = False
     linear_bias: bool = False  # of the output projection and the feed-forward block
     qk_norm: bool = False  # RMSNorm over each query and key head

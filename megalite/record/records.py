@@ -5,12 +5,7 @@ git commit, hardware with its peak, parameters, training FLOPs per token by term
 `checkpoint`, `skip`, `end`. Every line has `attempt`, from 1: after a rollback the steps of both
 attempts stay, distinguished by it.
 
-A `step` line has `step`, `loss`, `grad_norm` (of the whole model, before clipping), `lr`,
-`step_time_s`, `tokens`, `loss_tokens`, `tokens_per_s_per_gpu`, `model_tflops_per_gpu`, `mfu`,
-`mfu_causal` (null on a device without a known peak), `memory_peak_bytes`, `global_batch`,
-`consumed_samples`, `consumed_tokens`, with train.z_loss `z_loss` (not part of `loss`), and the
-time split `time_{compute,tp_comm,pp_wait,dp_comm,data,optimizer,other}_s`. With
-`log.param_stats_interval` some have `grad_norms` and `param_stats`, too (see param_stats.py).
+docs/metrics.md has every name; `run_record.py` makes the lines.
 
 A `skip` line has `step`, `reason` ("non-finite gradients", "loss spike") and `count`, the steps
 that were skipped for this reason so far. A `restart` line has `changed`: settings that differ from

@@ -13,16 +13,15 @@ With tp = 1 the same lines run and no collective does anything. Weight gradients
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megalite.config import Activation
 from megalite.distributed import comm
 from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.context import LayerContext, ShardedModule
-
-Activation = Literal["swiglu", "gelu_tanh"]
 
 
 class ColumnParallelLinear(ShardedModule):
