@@ -21,7 +21,7 @@ from megalite.process.board import Board, Notice
 
 # The longest time between two posts of a rank; in a large world it grows so that all ranks together
 # make at most so many posts a second, which is no load for the store.
-_BEAT_S, _POSTS_PER_S = 1.0, 1000
+BEAT_S, _POSTS_PER_S = 1.0, 1000
 
 # A rank without a new beat for so long is reported as dead or stopped: a busy machine pauses, too.
 _SILENT_S = 3.0
@@ -59,7 +59,7 @@ class Watch:
         self._ledger, self._after_s, self._report, self._board = ledger, after_s, report, board
         self._leaving, self._end = leaving, end
         world_size = 1 if board is None else board.world_size
-        self._beat_s = max(min(_BEAT_S, after_s / 4), world_size / _POSTS_PER_S)
+        self._beat_s = max(min(BEAT_S, after_s / 4), world_size / _POSTS_PER_S)
         self._beat = 0
         self._failed, self._left = "", False
         self._stop = threading.Event()

@@ -161,6 +161,6 @@ def build_chunks(
             # The first stage is built before the last one, and is the first chunk of its rank.
             embedding_chunk=chunks[0] if stage.tied == "beside" and stage.last else None,
         )
-        init_params(chunk.named_params(), config.train.seed, mesh.tp.size, mesh.tp.rank)
+        init_params(chunk.named_params(), config.train.seed, mesh.axis)
         chunks.append(chunk)
     return chunks

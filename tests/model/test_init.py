@@ -32,7 +32,7 @@ def initial_weights(tp=1, pp=1, vpp=1, sp=False, seed=3, **model) -> dict[str, T
                 "tp": SimpleNamespace(size=tp, rank=tp_rank),
                 "pp": SimpleNamespace(size=pp, rank=pp_rank),
             }
-            mesh: Any = SimpleNamespace(**axes, device=CPU)
+            mesh: Any = SimpleNamespace(**axes, axis=axes.__getitem__, device=CPU)
             for chunk in build_chunks(config, mesh, torch.float32, place):
                 for param, spec in chunk.named_params():
                     key = (spec.name, spec.counted)

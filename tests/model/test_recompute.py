@@ -56,7 +56,7 @@ def train(ctx, sp, recompute) -> dict[str, dict[str, float]]:
     context = LayerContext(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
     middle = ModelStage(0, range(2), first=False, last=False)
     stage = Transformer(config, context, middle, seq_length=SEQ_LENGTH, recompute=recompute)
-    init_params(stage.named_params(), 5, context.tp.size, context.tp.rank)
+    init_params(stage.named_params(), 5, mesh.axis)
     batch = make_batch()
     x = torch.ones(len(batch.token_T) // (context.tp.size if sp else 1), 16, dtype=torch.float64)
     y = stage(x.requires_grad_(), batch)

@@ -80,7 +80,7 @@ def test_who_is_asked_to_leave_does_not_wait_for_a_dead_rank(
 ) -> None:
     monkeypatch.setattr(watch, "_LEAVE_STUCK_S", 0.1)
     monkeypatch.setattr(watch, "_LEAVE_SILENT_S", 0.1)
-    monkeypatch.setattr(watch, "_BEAT_S", 0.02)
+    monkeypatch.setattr(watch, "BEAT_S", 0.02)
     ranks[1].board.post(Notice(1, 12, "rank 1"))
     codes: list[int] = []
     ended = threading.Event()

@@ -84,11 +84,12 @@ def make_batch(vocab: int = 29, num_sequences: int = 2, cuts: tuple[int, ...] = 
 
 def make_stage(config: ModelConfig, stage: ModelStage | None = None, **options: Any) -> Transformer:
     """One stage in one process with its initial weights; the whole model by default."""
-    context = LayerContext(Mesh(Topology()).tp, options.pop("dtype", torch.float64), CPU)
+    mesh = Mesh(Topology())
+    context = LayerContext(mesh.tp, options.pop("dtype", torch.float64), CPU)
     seq_length = options.pop("seq_length", SEQ_LENGTH)
     stage = stage or whole_model(config)
     chunk = Transformer(config, context, stage, seq_length=seq_length, **options)
-    init_params(chunk.named_params(), seed=5, tp=1, tp_rank=0)
+    init_params(chunk.named_params(), 5, mesh.axis)
     with torch.no_grad():  # norm weights away from 1, biases from 0, so that their place is seen
         for param, spec in chunk.named_params():
             if spec.role in ("norm", "bias"):
