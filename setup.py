@@ -1,19 +1,23 @@
-"""Package map: configs/hardware is installed as megalite.hardware_presets.
+"""Package map: kernels/ is installed as megalite.kernels, never as `kernels` (a PyPI package).
 
-megalite/kernels is a link to kernels/, which is never installed as `kernels` (a PyPI package).
+In a checkout megalite/kernels is a link to it; an archive without links installs all the same.
 """
 
 from setuptools import find_packages, setup
 
+KERNELS = "megalite.kernels"
+
 setup(
     packages=[
-        *find_packages(include=["megalite", "megalite.*"]),
+        *find_packages(include=["megalite", "megalite.*"], exclude=[KERNELS, f"{KERNELS}.*"]),
+        KERNELS,
+        *(f"{KERNELS}.{name}" for name in find_packages("kernels")),
         "megalite.hardware_presets",
     ],
-    package_dir={"megalite.hardware_presets": "configs/hardware"},
+    package_dir={KERNELS: "kernels", "megalite.hardware_presets": "configs/hardware"},
     package_data={
         "megalite": ["py.typed"],
         "megalite.hardware_presets": ["*.toml"],
-        "megalite.kernels": ["configs/*.json"],
+        KERNELS: ["configs/*.json"],
     },
 )

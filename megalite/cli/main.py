@@ -116,10 +116,12 @@ def train(
     if print_config:
         return show(open_run(config, settings, keep_dp_open=not local))
 
+    # A lone process may be one that should have been started by a launcher: `train_command` looks.
     launch = read_launch()
-    world_size = None if local or launch.source == "single" else launch.world_size
+    alone = launch.source == "single" and not local
+    world_size = None if local or alone else launch.world_size
     inputs = (missing_extras, missing_inputs, _sidecar_problems)
-    run = open_run(config, settings, world_size, more=inputs)
+    run = open_run(config, settings, world_size, keep_dp_open=alone, more=inputs)
 
     from megalite.train.launch import train_command
 

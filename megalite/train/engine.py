@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite.config import RunConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.precision import DTYPES, set_tf32
+from megalite.errors import ConfigError
 from megalite.kernels import Kernels
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
@@ -33,10 +34,16 @@ from megalite.train.kernel_choice import choose_kernels
 class Engine:
     """One rank's share of the model, with the optimizer over it and the pipeline through it.
 
-    `config` must be resolved (parallel.dp and pipeline.schedule filled in).
+    Raises ConfigError for a config that is not resolved (`checks.check_and_resolve`).
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        if config.parallel.dp is None or config.pipeline.schedule is None:
+            raise ConfigError(
+                f"the config has parallel.dp={config.parallel.dp} and pipeline.schedule="
+                f"{config.pipeline.schedule}, but an engine needs both; pass what "
+                "megalite.checks.check_and_resolve(config, world_size) returns"
+            )
         self.config, self.mesh = config, mesh
         self.dtype = DTYPES[config.train.dtype]
         set_tf32(config.train.tf32, mesh.device)

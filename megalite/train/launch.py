@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from megalite.checks import check_and_resolve
 from megalite.config import RunConfig
 from megalite.config.resume import require_resume_mode
 from megalite.errors import ConfigError
@@ -29,7 +30,7 @@ def train_command(
     accept: frozenset[str] = frozenset(),
     flag: SignalFlag | None = None,
 ) -> None:
-    """Run a resolved config to its end and exit with the run's code (0, or 75 saved on a signal).
+    """Run a checked config to its end and exit with the run's code (0, or 75 saved on a signal).
 
     local: start all ranks here; otherwise this process is one, started as `launch` describes. flag:
     may have been installed earlier; signals that it remembers count as if they came now. Raises
@@ -38,6 +39,8 @@ def train_command(
     signals = flag or SignalFlag()
     with signals:
         require_launcher(config, launch, local)
+        if config.parallel.dp is None:  # this process is alone, as the layout wants it
+            config = check_and_resolve(config, launch.world_size)
         require_checkpoint(config)
         if local:
             code = _run_all_ranks(config, accept, signals)

@@ -6,11 +6,20 @@ import ast
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from megalite.checks import check_and_resolve, open_run
+from megalite.cli.main import app
+from megalite.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megalite.config.inputs import missing_inputs
+from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
+from megalite.layout.topology import Topology
+from megalite.schedules import build
+from megalite.schedules.csv_form import write_csv
+from megalite.train.engine import Engine
 from tests import ROOT
+from tests.data.kit import write_dataset
 
 RUN = """
 [model]
@@ -71,3 +80,24 @@ def test_nobody_goes_around_the_front_door() -> None:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megalite"):
                     found = inside & {alias.name for alias in node.names}
                     assert not found, f"{file.relative_to(ROOT)} imports {found}; use open_run"
+
+
+def test_a_lone_process_that_should_be_several_is_told_so_first(path: Path) -> None:
+    """A schedule's file for more replicas is right, if the run was meant for a launcher."""
+    file = path.parent / "two.csv"
+    file.write_text(write_csv(build("1f1b", 2, 1, 4)))  # fits dp = 2
+    arguments = ["train", str(path), f"pipeline.schedule=file:{file}"]
+    data = write_dataset(path.parent / "data", [list(range(90))] * 9, 96)
+    result = CliRunner().invoke(app, [*arguments, f"data.path={data}"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: parallel.tp=1 x pp=2 x dp=1 needs 2 processes, this is")
+
+
+def test_an_engine_refuses_what_is_not_resolved() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=8, num_heads=1, ffn_hidden_size=8, vocab_size=8)
+    config = RunConfig(
+        model=model, data=DataConfig(seq_length=8), train=TrainConfig(steps=1, global_batch=1)
+    )
+    with pytest.raises(ConfigError, match=r"parallel\.dp=None .*check_and_resolve"):
+        Engine(config, Mesh(Topology()))
+    Engine(check_and_resolve(config), Mesh(Topology()))

@@ -104,12 +104,14 @@ def test_hugging_face_kernels_wins_where_it_is_installed() -> None:
     from setuptools import find_packages
 
     namespace.update(
-        find_packages=lambda include: find_packages(str(ROOT), include=include),
+        find_packages=lambda where=".", **options: find_packages(str(ROOT / where), **options),
         setup=lambda **options: calls.append(options),
     )
     exec(code, namespace)
     top = {str(name).split(".")[0] for name in calls[0]["packages"]}
     assert top == {"megalite"}
+    folders = [*packages(ROOT / "megalite"), *packages(ROOT / "kernels")]
+    assert len(calls[0]["packages"]) == len(folders) + 1  # and hardware_presets
 
 
 def tracked_files() -> list[Path]:

@@ -111,13 +111,16 @@ def test_the_hash_is_of_the_content_not_of_its_spelling() -> None:
 
 
 @pytest.mark.long
-def test_a_wheel_holds_the_table(tmp_path: Path) -> None:
+def test_a_wheel_holds_the_kernels_with_their_table(tmp_path: Path) -> None:
+    """Built from a tree as an archive without links leaves it: megalite/kernels is a text file."""
     source = tmp_path / "source"
     for folder in ("kernels", "configs", "megalite"):
         ignored = shutil.ignore_patterns("__pycache__", ".mypy_cache")
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source / name)
+    (source / "megalite" / "kernels").unlink()
+    (source / "megalite" / "kernels").write_text("../kernels")
     code = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
