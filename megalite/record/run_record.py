@@ -71,7 +71,7 @@ def run_lines(
 
 @dataclass(frozen=True)
 class StepEdge:
-    """What the ranks agree on at the end of a step: one all-reduce."""
+    """The numbers that the ranks agree on at the end of a step, by one all-reduce."""
 
     loss: float  # cross entropy, with label smoothing where it is asked for
     z_loss: float

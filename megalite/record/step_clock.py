@@ -78,9 +78,9 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str, part: str) -> Iterator[None]:
-        """What happens inside, waits apart, is `part`, and the ledger's phase is `name`.
+        """Context whose time, waits apart, counts as `part`; the ledger's phase is `name` in it.
 
-        What happened since the last lap is "other".
+        Time since the last lap counts as "other".
         """
         self.lap("other")
         self._ledger.phase = name
