@@ -149,7 +149,8 @@ class Trainer:
         with clock.phase("forward and backward", "compute"):
             loss = self.engine.forward_backward(micro_batches, trace=trace)
 
-        # All ranks judge the same loss before the update, so that they skip or stop together.
+        # All ranks judge the same loss before the update, so that they skip or stop together. The
+        # copy of the weights that some steps measure is no part of the optimizer's time.
         before = self.stats.before() if self.stats.is_due(at.step + 1) else None
         with clock.phase("optimizer", "optimizer"):
             lr = learning_rate(at.step, config.optimizer, at.total_steps, at.tokens_before)
