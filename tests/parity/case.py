@@ -24,11 +24,11 @@ SEQ_LENGTH = 16
 # What a family changes in the tiny model beside its own defaults.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama3": {"family": "llama", "rope_scaling": "llama3", "rope_original_max_position": 40},
     "gpt2": {"max_positions": SEQ_LENGTH + 3},
-    "qwen2": {},
     "qwen3": {"head_dim": 10},
     "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "llama3": {"family": "llama", "rope_scaling": "llama3", "rope_original_max_position": 40},
 }
 DROPOUT = ("embedding_dropout", "attention_dropout", "residual_dropout")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
-from tests.parity.case import Case
+from tests.parity.case import FAMILIES, Case
 
 AXES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
@@ -30,7 +30,7 @@ TURNS: dict[str, tuple[Any, ...]] = {
     "micro_batch": (1, 2),
     "chunk_tokens": (0, 7),
     "overlap": (True, False),
-    "family": ("llama", "gpt2", "qwen3", "mistral", "qwen2", "llama3"),
+    "family": tuple(FAMILIES),
     "dropout": (False, True),
 }
 
