@@ -191,11 +191,11 @@ def layout(config: RunConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from megalite.errors import MegaliteError
+    from megalite.errors import EXIT_USER, MegaliteError
 
     try:
         sys.exit(main(json.loads(sys.argv[1])))
     except MegaliteError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_USER)

@@ -1,10 +1,14 @@
-"""Errors that the user can fix. A message has the value, the allowed ones, and what to change.
+"""Errors that the user can fix, and exit codes. A message has the value, what is allowed, a remedy.
 
-They are caught where a process ends: by the command line and by a rank (train/rank.py), which print
-the message without a traceback and exit with code 2. Everything below raises and lets them pass.
+Errors are caught where a process ends: by the command line and by a rank (train/rank.py), which
+print the message without a traceback. Everything below raises and lets them pass.
 """
 
 from __future__ import annotations
+
+EXIT_FAULT = 1  # of megalite, or of the machine
+EXIT_USER = 2  # something for the user to change
+EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: stopped with its work saved, start it again
 
 
 class MegaliteError(Exception):
@@ -39,10 +43,6 @@ class ScheduleError(MegaliteError):
     position: tuple[int, int] | None = None
 
 
-class PlanError(MegaliteError):
-    """A plan that cannot be made from the given settings."""
-
-
 def exit_code(error: BaseException) -> int:
-    """Exit code of a process that ends by `error`: 2 if the user can fix it, 1 otherwise."""
-    return 2 if isinstance(error, MegaliteError) else 1
+    """Exit code of a process that ends by `error`."""
+    return EXIT_USER if isinstance(error, MegaliteError) else EXIT_FAULT

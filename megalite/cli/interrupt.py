@@ -9,7 +9,7 @@ from types import FrameType
 
 import typer
 
-INTERRUPTED_EXIT = 75  # as of `megalite train`: start it again to continue
+from megalite.errors import EXIT_SAVED
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def interruptible() -> Iterator[None]:
     """Within it SIGTERM and Ctrl-C raise KeyboardInterrupt, so that cleanup runs.
 
     An interruption is reported on stderr, with the notes of the exception (the work that is kept),
-    and ends the process with INTERRUPTED_EXIT.
+    and ends the process with EXIT_SAVED.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -30,6 +30,6 @@ def interruptible() -> Iterator[None]:
         typer.echo("error: interrupted; no dataset was made", err=True)
         for note in getattr(error, "__notes__", ()):
             typer.echo(f"note: {note}", err=True)
-        raise typer.Exit(INTERRUPTED_EXIT) from None
+        raise typer.Exit(EXIT_SAVED) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -18,13 +18,11 @@ from megalite.cli.generate import generate
 from megalite.cli.info import info
 from megalite.cli.plan import plan
 from megalite.cli.schedule import schedule
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import EXIT_USER, ConfigError, MegaliteError
 from megalite.process.launcher import is_first_on_host
 
 if TYPE_CHECKING:
     from megalite.config import RunConfig
-
-USAGE_EXIT = 2
 
 
 class _ErrorsToLines(TyperGroup):
@@ -38,7 +36,7 @@ class _ErrorsToLines(TyperGroup):
                 raise
             for line in _lines(error) if is_first_on_host() else []:
                 typer.echo(line, err=True)
-            raise typer.Exit(USAGE_EXIT) from None
+            raise typer.Exit(EXIT_USER) from None
 
 
 app = typer.Typer(

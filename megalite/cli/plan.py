@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megalite.errors import EXIT_USER
+
 
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file.")],
@@ -56,4 +58,4 @@ def plan(
         lines += unfit_lines(report, device, changes) if device is not None and unfit else []
         typer.echo("\n".join(lines))
     if unfit:
-        raise typer.Exit(2)
+        raise typer.Exit(EXIT_USER)

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import EXIT_FAULT, EXIT_USER, ConfigError, MegaliteError
 from megalite.process.env import DeviceKind, hold_port, init_process, pick_device
 from megalite.process.failures import RankFailure, summarize
 from megalite.process.launcher import Launch
@@ -38,9 +38,6 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # After one rank failed: seconds that the others may take to notice by themselves. Then they are
 # killed.
 _GRACE_S = 1.0
-
-# Exit code of a rank that raised an error the user can fix; any other exception gives 1.
-_CONFIG_EXIT = 2
 
 
 @dataclass
@@ -187,7 +184,7 @@ def _rank_main(
     if launch.rank != 0:
         listener.close()  # rank 0 serves the rendezvous on it
 
-    code = 1
+    code = EXIT_FAULT
     try:
         chosen = pick_device(launch, device)
         init_process(launch, chosen, timeout_s, listener=listener)
@@ -197,7 +194,7 @@ def _rank_main(
     except BaseException as error:
         text = traceback.format_exc()
         if isinstance(error, MegaliteError):
-            code = _CONFIG_EXIT
+            code = EXIT_USER
             text = "\n".join(f"error: {line}" for line in str(error).splitlines())
         summary = traceback.format_exception_only(error)[0].splitlines()[0]
         of_peer = bool(getattr(error, "of_peer", False))
@@ -301,7 +298,7 @@ def _conclude(ranks: list[_Rank], signals: list[int]) -> int:
         return 128 + number
 
     text = first.report.text.rstrip()
-    if first.report.exit_code != _CONFIG_EXIT:
+    if first.report.exit_code != EXIT_USER:
         text = f"rank {first.rank} of {len(ranks)} failed:\n{text}"
     _print_failures(text, ranks, first)
     return first.report.exit_code

@@ -12,9 +12,6 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-# EX_TEMPFAIL of sysexits.h: the run saved its state and wants to be started again.
-EXIT_SAVED_ON_SIGNAL = 75
-
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
 
 

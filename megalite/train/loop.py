@@ -27,11 +27,11 @@ from megalite.data.loader import Loader
 from megalite.distributed import comm
 from megalite.distributed.agree import on_all_ranks
 from megalite.distributed.mesh import Mesh
-from megalite.errors import exit_code
+from megalite.errors import EXIT_SAVED, exit_code
 from megalite.optim.distributed_optimizer import StepResult
 from megalite.optim.lr_schedule import learning_rate
 from megalite.optim.norm import NonFiniteGradientError
-from megalite.process.signals import EXIT_SAVED_ON_SIGNAL, SignalFlag
+from megalite.process.signals import SignalFlag
 from megalite.record.console import Console
 from megalite.record.metrics import describe_device, memory_peak_bytes
 from megalite.record.param_stats import ParamStats
@@ -104,7 +104,7 @@ class Trainer:
                     finished = self._train(flag, stop_at)
                 if finished:
                     return self._leave(0, "finished")
-                return self._leave(EXIT_SAVED_ON_SIGNAL, flag.name or "stopped")
+                return self._leave(EXIT_SAVED, flag.name or "stopped")
         except BaseException as error:
             self._fail(error)
             raise

@@ -14,8 +14,7 @@ from megalite.config import RunConfig
 from megalite.data.dataset import TokenDataset
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.distributed.agree import require_same_config
-from megalite.errors import ConfigError, DataError
-from megalite.process.signals import EXIT_SAVED_ON_SIGNAL
+from megalite.errors import EXIT_SAVED, ConfigError, DataError
 from megalite.record.records import lock_folder, read_metrics
 from megalite.train.run_data import open_data
 from tests.pool import RankPool
@@ -131,6 +130,6 @@ def test_a_signal_cuts_an_evaluation_short_and_the_next_attempt_makes_up_for_it(
     write_tokens(tmp_path / "data", 60)
     options = {"eval__interval": 2, "eval__batches": 2, "data__split": (0.8, 0.2)}
     config = make_config(tmp_path, "cut", "dp2", train__steps=4, **options)
-    assert pool.run(cut_short, 2, config) == [[EXIT_SAVED_ON_SIGNAL, 0]] * 2
+    assert pool.run(cut_short, 2, config) == [[EXIT_SAVED, 0]] * 2
     assert [line["step"] for line in lines(tmp_path / "cut", "eval")] == [2, 4]
     assert [line["step"] for line in lines(tmp_path / "cut", "step")] == [1, 2, 3, 4]

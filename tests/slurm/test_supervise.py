@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from megalite.errors import EXIT_SAVED, EXIT_USER
 from tests import ROOT
 
 LOGS = "slurm-7"
@@ -21,6 +22,11 @@ def supervise() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_it_repeats_the_exit_codes_that_it_cannot_import(supervise: ModuleType) -> None:
+    assert (supervise.REQUEUE, supervise.USER_ERROR) == (EXIT_SAVED, EXIT_USER)
+    assert f"\n{EXIT_SAVED})\n" in (ROOT / "launch" / "pretrain.sbatch").read_text()
 
 
 def save(run: Path, step: int) -> None:
