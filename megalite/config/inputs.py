@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from megalite.config.schema import DataConfig, EvalConfig, RunConfig
-from megalite.config.shares import SPLIT_NAMES, decimal_fraction
+from megalite.config.shares import MAX_PARTS, SPLIT_NAMES, blend_parts, decimal_fraction
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         return
     found = sources(data)
     yield from _repeated("data.sources", [source.name for source in found])
-    if found and not any(source.weight for source in found):
-        yield (
-            f"data.sources: weight=0 in all {len(found)} of them leaves nothing to train on; "
-            "give at least one a positive weight"
-        )
+    yield from _weights(found)
     yield from _evaluation(data, config.eval)
 
 
@@ -108,6 +104,27 @@ def missing_inputs(config: RunConfig) -> list[str]:
             "folder or one of its checkpoints"
         )
     return problems
+
+
+def _weights(found: list[Source]) -> Iterator[str]:
+    """A line if no source has a weight, and one for each weight that is rounded to nothing."""
+    total = sum(source.weight for source in found)
+    if not total:
+        if found:
+            yield (
+                f"data.sources: weight=0 in all {len(found)} of them leaves nothing to train on; "
+                "give at least one a positive weight"
+            )
+        return
+    for source, part in zip(found, blend_parts([s.weight for s in found]), strict=True):
+        if source.weight and not part:
+            least = (total - source.weight) / (MAX_PARTS - 500)  # above the bound when printed
+            yield (
+                f"{source.setting}.weight={float(source.weight):g} ({source.name}) is "
+                f"{float(source.weight / total):.2g} of all weights, which is rounded to 0: shares "
+                f"are kept to 1/{MAX_PARTS} of the whole; use weight={float(least):.3g} or more, "
+                "or 0 to leave the source out"
+            )
 
 
 def _evaluation(data: DataConfig, evaluation: EvalConfig) -> Iterator[str]:

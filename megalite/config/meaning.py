@@ -14,7 +14,7 @@ from megalite.config.effect import effective_window, without_effect
 from megalite.config.inputs import sources
 from megalite.config.names import value_of
 from megalite.config.schema import RunConfig
-from megalite.config.shares import SPLIT_NAMES, decimal_fraction
+from megalite.config.shares import SPLIT_NAMES, blend_parts, decimal_fraction
 
 
 def same_meaning(old: RunConfig, new: RunConfig, name: str) -> bool:
@@ -34,10 +34,10 @@ def _ramp_tokens(config: RunConfig) -> int | None:
 
 
 def _sources(config: RunConfig) -> list[tuple[Any, ...]]:
-    """Names and shares of the blend: paths may move, and weights are relative."""
+    """Names and parts of the blend: paths may move, and weights are relative."""
     found = sources(config.data)
-    total = sum(source.weight for source in found)
-    return [(source.name, source.weight / (total or 1)) for source in found]
+    parts = blend_parts([source.weight for source in found])
+    return [(source.name, part) for source, part in zip(found, parts, strict=True)]
 
 
 def _split(config: RunConfig) -> list[Any]:

@@ -225,7 +225,7 @@ class SourceConfig(Section):
     """One source of a blend. Weights are relative: 7 and 3 are the same as 0.7 and 0.3."""
 
     path: Prefix  # PREFIX of PREFIX.bin and PREFIX.idx
-    weight: float = Field(default=1.0, ge=0)  # share of the samples; 0: validation only
+    weight: float = Field(default=1.0, ge=0)  # share of samples, to 1/65,536; 0: validation only
     name: SetName | None = None  # in messages and validation sets; None: the last part of path
 
 

@@ -1,16 +1,17 @@
-"""Shares of a token stream for training, validation and test, as users write them.
+"""Shares of a token stream for training, validation and test, and of the sources of a blend.
 
-Accepted are lists of two or three numbers and Megatron's text form: [0.98, 0.02], "98,2",
-"969,30,1". Shares are relative; but where all are at most 1 and one is a fraction they must add up
-to 1, since any other sum is a mistake. Exact arithmetic throughout. Knows no data.
+A split is a list of two or three numbers, or Megatron's text form: [0.98, 0.02], "98,2",
+"969,30,1". Its shares are relative; but where all are at most 1 and one is a fraction they must add
+up to 1, since any other sum is a mistake. Exact arithmetic throughout. Knows no data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import isfinite
+from math import gcd, isfinite, lcm
 
+MAX_PARTS = 1 << 16  # of a blend: weights that need more are rounded
 SPLIT_NAMES = ("train", "validation", "test")
 EXAMPLES = 'use for example [0.98, 0.02], "98,2" or "969,30,1"'
 
@@ -48,6 +49,34 @@ def share_bounds(num_tokens: int, shares: Sequence[float]) -> list[int]:
         reached += decimal_fraction(share)
         bounds.append(int(num_tokens * reached / whole))
     return bounds
+
+
+def blend_parts(weights: Sequence[Fraction | int]) -> list[int]:
+    """The weights of a blend as whole numbers without a common factor.
+
+    They are exact if they add up to MAX_PARTS at most; otherwise MAX_PARTS are apportioned, and a
+    share differs from its weight's by less than 1 / MAX_PARTS.
+    """
+    denominator = lcm(*(weight.denominator for weight in weights))
+    parts = [int(weight * denominator) for weight in weights]
+    if sum(parts) > MAX_PARTS * gcd(*parts):
+        parts = apportion(parts, MAX_PARTS)
+    return [part // gcd(*parts) for part in parts]
+
+
+def apportion(weights: Sequence[Fraction | int], whole: int) -> list[int]:
+    """Whole numbers of sum `whole` by weight, each within one of its exact share.
+
+    By largest remainders: shares are rounded down, and what is left goes to those that lost most
+    (of equals the first).
+    """
+    total = sum(weights)
+    counts = [int(whole * weight // total) for weight in weights]
+    lost = [whole * weight % total for weight in weights]
+    by_loss = sorted(range(len(weights)), key=lambda number: -lost[number])
+    for number in by_loss[: whole - sum(counts)]:
+        counts[number] += 1
+    return counts
 
 
 def _numbers(value: object) -> tuple[float, ...]:

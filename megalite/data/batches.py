@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalite.data.blend import Blend
+from megalite.data.blend import Blend, Places
 from megalite.data.dataset import TokenSpan
 from megalite.data.sampler import GOLDEN, MASK_64, SampleOrder, mix64
-from megalite.data.windows import Places
 from megalite.errors import ConfigError, DataError
 
 PADDING = -1  # sample id of a sequence of padding
@@ -120,12 +119,12 @@ class Batches:
         """Source, and sample within it, of `count` samples of the run; PADDING beyond the end."""
         source, number = self.blend.at(first, count)
         sample = np.empty(count, dtype=np.int64)
-        for index, order in enumerate(self.orders):
-            chosen = source == index if len(self.orders) > 1 else slice(None)
+        for index in np.unique(source).tolist():
+            chosen, order = source == index, self.orders[index]
+            assert order is not None
+            # The blend numbers a source's samples in order, so these are a contiguous range.
             mine = number[chosen]
-            if order is not None and len(mine):
-                # The blend numbers a source's samples in order, so `mine` is a contiguous range.
-                sample[chosen] = order.at(int(mine[0]), len(mine))
+            sample[chosen] = order.at(int(mine[0]), len(mine))
         if self._end is not None:
             beyond = number >= self._end
             source, sample = np.where(beyond, PADDING, source), np.where(beyond, PADDING, sample)

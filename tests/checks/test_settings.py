@@ -239,6 +239,10 @@ def test_the_plain_config_is_valid() -> None:
         ({"data__sources": [{"path": "a", "weight": 0}, {"path": "b", "weight": 0}]}, None,
          "data.sources: weight=0 in all 2 of them leaves nothing to train on; give at least one a "
          "positive weight"),
+        ({"data__sources": [{"path": "a/web", "weight": 3}, {"path": "b", "weight": 1e-5}]}, None,
+         "data.sources[1].weight=1e-05 (b) is 3.3e-06 of all weights, which is rounded to 0: "
+         "shares are kept to 1/65536 of the whole; use weight=4.61e-05 or more, or 0 to leave the "
+         "source out"),
         ({"eval__sets": [{"name": "a", "path": "b"}]}, None,
          'eval.sets=[{name = "a", path = "b"}] has no effect: eval.interval=0 never evaluates; '
          "remove it or set eval.interval"),
