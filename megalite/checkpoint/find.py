@@ -7,14 +7,13 @@ ranks take part: they share the hashing and agree on the result.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.ranks import Ranks, SingleRank, on_all, on_first
 from megalite.checkpoint.store import check_sizes, list_steps, step_of
+from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError
 
 Verify = Literal["sha256", "size"]
@@ -37,7 +36,7 @@ def find_latest(
     A bad one is verified once and passed over; its message, which names the file, goes to
     `skipped`. Raises CheckpointError if there are checkpoints and every one is bad.
     """
-    ranks = ranks or SingleRank()
+    ranks = ranks or Ranks()
     skipped: list[str] = []
     for name in _newest_first(root, ranks):
         try:
@@ -55,11 +54,10 @@ def find_latest(
 def _newest_first(root: Path, ranks: Ranks) -> list[str]:
     """Directory names as rank 0 lists them: all ranks must verify the same ones."""
 
-    def names() -> bytes:
-        return json.dumps([path.name for _, path in reversed(list_steps(root))]).encode()
+    def names() -> list[str]:
+        return [path.name for _, path in reversed(list_steps(root))]
 
-    listed: list[str] = json.loads(on_first(ranks, f"looking for checkpoints in {root}", names))
-    return listed
+    return on_first_rank(ranks, names, f"looking for checkpoints in {root}")
 
 
 def open_checkpoint(
@@ -70,7 +68,7 @@ def open_checkpoint(
     "sha256" hashes every file once, shared over the ranks; "size" only looks at sizes. Raises
     CheckpointError, the same on all ranks, naming what is missing (and what there is) or bad.
     """
-    ranks = ranks or SingleRank()
+    ranks = ranks or Ranks()
 
     def check() -> Manifest:
         if not path.is_dir():
@@ -81,14 +79,14 @@ def open_checkpoint(
         if step_of(path.name) not in (manifest.step, None):
             raise CheckpointError(f"{path} holds step {manifest.step}; give it its name back")
 
-        # Each rank verifies every world_size-th file; together they verify all.
-        mine = sorted(manifest.files)[ranks.rank :: ranks.world_size]
+        # Each rank verifies every size-th file; together they verify all.
+        mine = sorted(manifest.files)[ranks.rank :: ranks.size]
         check_sizes(path, manifest, mine)
         if verify == "sha256":
             check_hashes(path, manifest, mine)
         return manifest
 
-    return Checkpoint(path, on_all(ranks, f"checkpoint {path.name}", check))
+    return Checkpoint(path, on_all_ranks(ranks, check, f"checkpoint {path.name}"))
 
 
 def check_hashes(directory: Path, manifest: Manifest, names: list[str]) -> None:

@@ -6,13 +6,12 @@ straight into the piece's memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from megalite.checkpoint.find import Checkpoint
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.ranks import Ranks, SingleRank, on_all, on_first
 from megalite.checkpoint.shard_file import ShardRead, dtype_name, read_shard
+from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import intersect
 
@@ -32,16 +31,16 @@ def load(
     missing or has another shape or dtype, and, unless `allow_unused` (loading weights only), for
     tensors of the checkpoint that no rank asks for; later for a file that cannot be read, by name.
     """
-    ranks = ranks or SingleRank()
+    ranks = ranks or Ranks()
     doing = f"loading {checkpoint.path.name}"
 
     # Everything is checked on all ranks before the first read: no piece is filled when one fails.
-    plan = on_all(ranks, doing, lambda: plan_reads(checkpoint, pieces))
-    asked = ranks.gather(json.dumps(sorted({p.name for p in pieces})).encode())
+    plan = on_all_ranks(ranks, lambda: plan_reads(checkpoint, pieces), doing)
+    asked = ranks.gather(sorted({p.name for p in pieces}))
     if not allow_unused:
-        on_first(ranks, doing, lambda: _refuse_unused(checkpoint, asked))
+        on_first_rank(ranks, lambda: _refuse_unused(checkpoint, asked), doing)
 
-    on_all(ranks, doing, lambda: _read_all(checkpoint, plan))
+    on_all_ranks(ranks, lambda: _read_all(checkpoint, plan), doing)
 
 
 def plan_reads(checkpoint: Checkpoint, pieces: Sequence[NamedPiece]) -> dict[str, list[ShardRead]]:
@@ -82,12 +81,9 @@ def _check(checkpoint: Checkpoint, piece: NamedPiece) -> None:
         )
 
 
-def _refuse_unused(checkpoint: Checkpoint, asked: Sequence[bytes]) -> bytes:
-    """Raise CheckpointError if there are tensors that no rank asked for.
-
-    `asked`: each rank's tensor names as JSON. Returns b"", as `on_first` passes on bytes.
-    """
-    wanted = {name for names in asked for name in json.loads(names)}
+def _refuse_unused(checkpoint: Checkpoint, asked: Sequence[Sequence[str]]) -> None:
+    """Raise CheckpointError if there are tensors that no rank asked for, by each rank's names."""
+    wanted = {name for names in asked for name in names}
     unused = [name for name in checkpoint.manifest.tensors if name not in wanted]
     if unused:
         more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
@@ -95,7 +91,6 @@ def _refuse_unused(checkpoint: Checkpoint, asked: Sequence[bytes]) -> bytes:
             f"{checkpoint.path} holds tensors that this run has no place for: "
             f"{', '.join(unused[:_MAX_NAMED])}{more}; use the config that it was saved with"
         )
-    return b""
 
 
 def _read_all(checkpoint: Checkpoint, plan: dict[str, list[ShardRead]]) -> None:

@@ -8,7 +8,6 @@ change until `save` returns.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,13 +26,13 @@ from megalite.checkpoint.manifest import (
     to_bytes,
 )
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.ranks import Ranks, SingleRank, on_all, on_first
 from megalite.checkpoint.shard_file import dtype_name, write_shard
 from megalite.checkpoint.store import check_sizes, publish, remove_leftovers, temporary_path
+from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle
 
-# A rank's account of its pieces, as JSON, from which rank 0 makes the manifest:
+# A rank's account of its pieces, from which rank 0 makes the manifest:
 #   {"files": {FILE: [size in bytes, sha256]},
 #    "tensors": {NAME: {"shape": [...], "dtype": ..., "rectangles": [[FILE, KEY, offsets, sizes]]}}}
 Table = dict[str, Any]
@@ -56,29 +55,31 @@ def save(
     must be JSON values. Raises CheckpointError, the same on all ranks, when a file cannot be
     written or the owners' pieces are not every element of every tensor exactly once.
     """
-    ranks, disk = ranks or SingleRank(), disk or Disk()
+    ranks, disk = ranks or Ranks(), disk or Disk()
     doing = f"saving step {step}"
 
     # Rank 0 draws the directory's name, as it has a random part that all ranks must share.
-    name = on_first(ranks, doing, lambda: _make_directory(root, step, disk).encode()).decode()
+    name = on_first_rank(ranks, lambda: _make_directory(root, step, disk), doing)
     directory = root / name
 
-    def finish(tables: list[bytes]) -> bytes:
-        manifest = merge_tables(step, [json.loads(t) for t in tables], state, config, layout)
+    def finish(tables: list[Table]) -> str:
+        manifest = merge_tables(step, tables, state, config, layout)
         _require_visible(directory, manifest)
         disk.write_file(directory / MANIFEST, to_bytes(manifest))
         disk.sync_dir(directory)
-        return publish(root, step, directory, disk).name.encode()
+        return publish(root, step, directory, disk).name
 
     try:
-        table = on_all(ranks, doing, lambda: write_pieces(directory, pieces, ranks.rank, disk))
-        tables = ranks.gather(json.dumps(table).encode())
-        return root / on_first(ranks, doing, lambda: finish(tables)).decode()
+        table = on_all_ranks(
+            ranks, lambda: write_pieces(directory, pieces, ranks.rank, disk), doing
+        )
+        tables = ranks.gather(table)
+        return root / on_first_rank(ranks, lambda: finish(tables), doing)
     except CheckpointError as error:
         # The error is raised on all ranks, so every rank has stopped writing: rank 0 may delete.
         if ranks.rank == 0:
             _remove_directory(directory, disk, error)
-        ranks.barrier()
+        ranks.any(False)  # no rank goes on before it is gone
         raise
 
 

@@ -1,7 +1,7 @@
-"""Agreement of the ranks before they train: equal configs, and one end for all at an error.
+"""Agreement of the ranks: work that all of them do or none, and equal configs.
 
-One rank with another learning rate, or a stale file on one node, would silently train to wrong
-numbers; a rank that stops at a missing file would leave the others waiting.
+A rank that stops at a missing file would leave the others waiting; one rank with another learning
+rate, or a stale file on one node, would silently train to wrong numbers.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from megalite.config import RunConfig, Section
 from megalite.config.names import keys, value_of
 from megalite.distributed import comm
-from megalite.distributed.mesh import Mesh
-from megalite.errors import ConfigError, MegaliteError
+from megalite.distributed.mesh import Axis, Mesh
+from megalite.errors import CheckpointError, ConfigError, MegaliteError
 
 T = TypeVar("T")
 
 _MOST_DIFFERENCES = 8  # lines of an error
+_MOST_FAILURES = 3  # different ones in one message
 
 
 class PeerFailedError(MegaliteError):
@@ -30,26 +31,90 @@ class PeerFailedError(MegaliteError):
     of_peer = True
 
 
-def on_all_ranks(mesh: Mesh, work: Callable[[], T]) -> T:
+class Ranks:
+    """The ranks that do something together: those of an axis, or (None) this process alone.
+
+    All of them make each call. Values are anything JSON can hold.
+    """
+
+    def __init__(self, axis: Axis | None = None) -> None:
+        self._axis = axis if axis is not None and axis.size > 1 else None
+        self.rank = 0 if self._axis is None else self._axis.rank
+        self.size = 1 if self._axis is None else self._axis.size
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is on one."""
+        if self._axis is None:
+            return flag
+        mine = torch.tensor([int(flag)], dtype=torch.int64, device=self._axis.device)
+        return bool(comm.all_reduce(mine, self._axis, op="max"))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value in rank order on rank 0; an empty list elsewhere."""
+        return [value] if self._axis is None else comm.gather_object(value, self._axis)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        return value if self._axis is None else comm.broadcast_object(value, self._axis)
+
+
+def on_all_ranks(ranks: Ranks, work: Callable[[], T], doing: str = "") -> T:
     """Run `work` on every rank and return its result here, if it raised on no rank.
 
-    All ranks must call it. A rank on which `work` raised raises the same error; the others raise
-    PeerFailedError, at once.
+    All ranks must call it, and if `work` raises on one, all raise at once: a CheckpointError with
+    the same text, "DOING: ...", where a checkpoint is what they are doing. Otherwise a rank on
+    which it raised raises that error, and the others PeerFailedError.
     """
     failure: Exception | None = None
     try:
         result = work()
     except Exception as error:  # of any kind: the other ranks would wait for this one
         failure = error
-    failed = torch.tensor([0 if failure is None else 1], dtype=torch.int64, device=mesh.device)
-    if int(comm.all_reduce(failed, mesh.world, op="max")) == 0:
+    if not ranks.any(failure is not None):
         return result
-    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    reports = comm.all_gather_object(text, mesh.world)
+
+    # What went wrong travels only now: a flag is enough as long as nothing does.
+    problem: str = ranks.broadcast(_summary(ranks.gather(_describe(failure))))
+    if doing:
+        raise CheckpointError(f"{doing}: {problem}") from failure
     if failure is not None:
         raise failure
-    rank, text = next((rank, text) for rank, text in enumerate(reports) if text)
-    raise PeerFailedError(f"rank {rank} met an error: {text}")
+    raise PeerFailedError(problem)
+
+
+def on_first_rank(ranks: Ranks, work: Callable[[], T], doing: str = "") -> T:
+    """Run `work` on rank 0 only; return its result on all ranks, or raise as `on_all_ranks`.
+
+    The result must be something JSON can hold.
+    """
+    mine = on_all_ranks(ranks, (lambda: work() if ranks.rank == 0 else None), doing)
+    return cast(T, ranks.broadcast(mine))
+
+
+def _describe(failure: Exception | None) -> str:
+    """A rank's report: "" for success."""
+    if failure is None or isinstance(failure, CheckpointError):
+        return str(failure or "")
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _summary(reports: list[str]) -> str:
+    """All ranks' reports in one line: equal ones once, at most three different ones."""
+    failed: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        if report:
+            failed.setdefault(report, []).append(rank)
+    if len(reports) == 1:
+        return "".join(failed)
+    parts = [f"{_rank_text(ranks)}: {text}" for text, ranks in failed.items()][:_MOST_FAILURES]
+    if len(failed) > _MOST_FAILURES:
+        parts.append(f"and {len(failed) - _MOST_FAILURES} other failures")
+    return "; ".join(parts)
+
+
+def _rank_text(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]}{more}"
 
 
 def all_equal(digest: str, mesh: Mesh) -> bool:

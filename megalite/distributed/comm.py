@@ -225,11 +225,22 @@ def broadcast_object(value: Any, axis: Axis, src: int = 0) -> Any:
 
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     """Every rank's `value` in axis order: anything JSON can hold; tuples become lists."""
-    data = _encode(value, axis)
-    lengths = all_gather(torch.tensor([data.numel()], device=axis.device), axis).tolist()
-    padded = data.new_zeros(max(lengths))
-    padded[: data.numel()] = data
+    padded, lengths = _padded(value, axis)
     rows = all_gather(padded, axis).view(axis.size, -1)
+    return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def gather_object(value: Any, axis: Axis, dst: int = 0) -> list[Any]:
+    """Every rank's `value` in axis order on axis rank `dst`, an empty list elsewhere; as JSON."""
+    if axis.size == 1:
+        return [json.loads(json.dumps(value))]
+    padded, lengths = _padded(value, axis)
+    rows = [torch.empty_like(padded) for _ in lengths] if axis.rank == dst else None
+    _count(axis, "gather", _bytes(padded))
+    with axis.ledger.blocked(axis.name):
+        dist.gather(padded, rows, group=axis.group, group_dst=dst)
+    if rows is None:
+        return []
     return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -354,10 +365,19 @@ def _require_contiguous(flat: Tensor, op: str) -> None:
         )
 
 
+def _padded(value: Any, axis: Axis) -> tuple[Tensor, list[int]]:
+    """A value's bytes, as many as the longest of the axis has, and the lengths of all."""
+    data = _encode(value, axis)
+    lengths = all_gather(torch.tensor([data.numel()], device=axis.device), axis).tolist()
+    padded = data.new_zeros(max(lengths))
+    padded[: data.numel()] = data
+    return padded, lengths
+
+
 def _encode(value: Any, axis: Axis) -> Tensor:
     data = bytearray(json.dumps(value).encode())
     return torch.frombuffer(data, dtype=torch.uint8).to(axis.device)
 
 
 def _decode(data: Tensor) -> Any:
-    return json.loads(bytes(data.tolist()).decode())
+    return json.loads(data.cpu().numpy().tobytes())

@@ -26,7 +26,7 @@ from megalite.distributed.ledger import Ledger
 from megalite.errors import ConfigError
 from megalite.layout.topology import KINDS, Kind, Topology
 
-Ranks = tuple[int, ...]
+Members = tuple[int, ...]
 GroupName = Literal[Kind, "channels"]
 _EXPERTS = ("ep", "edp")
 
@@ -41,7 +41,7 @@ class Axis:
     def __init__(self, mesh: Mesh, name: Kind) -> None:
         self._mesh = mesh
         self.name: Kind = name
-        self.ranks: Ranks = mesh.topology.group_of(name, mesh.rank)
+        self.ranks: Members = mesh.topology.group_of(name, mesh.rank)
         self.size: int = len(self.ranks)
         self.rank: int = self.ranks.index(mesh.rank)
         self.member: bool = name != "embedding" or mesh.topology.has_embedding(mesh.rank)
@@ -115,7 +115,7 @@ class Mesh:
 
         self.num_groups_made = 0
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[Ranks, dist.ProcessGroup] = {}
+        self._groups: dict[Members, dist.ProcessGroup] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] | None = None
         self._embedding_made = False
         if started and topology.world_size > 1:
@@ -224,7 +224,7 @@ class Mesh:
             if mine is not None and made is not None:
                 self._channels[mine] = made
 
-    def _pairs(self, edges: list[tuple[int, int]]) -> list[Ranks]:
+    def _pairs(self, edges: list[tuple[int, int]]) -> list[Members]:
         """The two world ranks of each of these edges in every (tp, cp, dp) column."""
         return [
             tuple(sorted((column[src], column[dst])))
@@ -233,7 +233,7 @@ class Mesh:
         ]
 
     def _round(
-        self, groups: Callable[[], list[Ranks]], mine: Ranks, description: str
+        self, groups: Callable[[], list[Members]], mine: Members, description: str
     ) -> dist.ProcessGroup | None:
         """Make one group per rank: `groups()` over all ranks, of which `mine` is this rank's.
 

@@ -25,7 +25,7 @@ from megalite.data.batches import MicroBatch
 from megalite.data.fingerprint import as_saved
 from megalite.data.loader import Loader
 from megalite.distributed import comm
-from megalite.distributed.agree import on_all_ranks
+from megalite.distributed.agree import Ranks, on_all_ranks
 from megalite.distributed.mesh import Mesh
 from megalite.errors import EXIT_SAVED, exit_code
 from megalite.optim.distributed_optimizer import StepResult
@@ -68,7 +68,8 @@ class Trainer:
         accept: frozenset[str] = frozenset(),
         flag: SignalFlag | None = None,
     ) -> None:
-        on_all_ranks(mesh, lambda: require_extras(config))
+        ranks = Ranks(mesh.world)
+        on_all_ranks(ranks, lambda: require_extras(config))
 
         self.config, self.mesh, self.accept = config, mesh, accept
         self.flag = flag or SignalFlag()
@@ -79,7 +80,7 @@ class Trainer:
         self.log = RunLog(self.folder, config, self.device, self.console)
 
         # Data first: a missing file is found in a moment, the engine's memory takes a while.
-        self.data = on_all_ranks(mesh, lambda: open_data(config))
+        self.data = on_all_ranks(ranks, lambda: open_data(config))
         require_same_data(self.data, config, mesh)
         self.engine = Engine(config, mesh)
         self.at = Position(config)
@@ -99,7 +100,7 @@ class Trainer:
             with self.flag as flag:
                 self._resume()
                 # Only rank 0 writes, but no rank may train on where the folder cannot be written.
-                on_all_ranks(self.mesh, self._open_log)
+                on_all_ranks(Ranks(self.mesh.world), self._open_log)
                 with self.console.progress(self.at.progress(self.step), self.at.progress()):
                     finished = self._train(flag, stop_at)
                 if finished:

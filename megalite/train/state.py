@@ -14,16 +14,11 @@ from typing import Any
 from megalite.checkpoint.find import Checkpoint, find_latest
 from megalite.checkpoint.load import load
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.ranks import GroupRanks, Ranks, SingleRank
 from megalite.checkpoint.save import save
+from megalite.distributed.agree import Ranks
 from megalite.distributed.mesh import Mesh
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.train.engine import Engine
-
-
-def ranks_of(mesh: Mesh) -> Ranks:
-    """All ranks of the mesh, as checkpoints need them."""
-    return SingleRank() if mesh.world.size == 1 else GroupRanks(device=mesh.device)
 
 
 def named_pieces(
@@ -62,18 +57,18 @@ def save_run(engine: Engine, root: Path, step: int, trainer_state: dict[str, Any
         state={"optimizer": engine.optimizer.scalars(), "trainer": trainer_state},
         config=engine.config.model_dump(mode="json"),
         layout=topology.sizes,
-        ranks=ranks_of(engine.mesh),
+        ranks=Ranks(engine.mesh.world),
     )
 
 
 def find_run(root: Path, mesh: Mesh) -> Checkpoint | None:
     """The newest sound checkpoint of a run, or None; all ranks call it."""
-    return find_latest(root, ranks_of(mesh))
+    return find_latest(root, Ranks(mesh.world))
 
 
 def load_run(engine: Engine, checkpoint: Checkpoint) -> None:
     """Fill the engine from a checkpoint; all ranks call it."""
-    load(checkpoint, named_pieces(engine.optimizer, engine.mesh), ranks_of(engine.mesh))
+    load(checkpoint, named_pieces(engine.optimizer, engine.mesh), Ranks(engine.mesh.world))
     saved: Any = checkpoint.manifest.state
     engine.optimizer.load_scalars(saved["optimizer"])
     engine.optimizer.after_load()

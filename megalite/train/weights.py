@@ -11,10 +11,11 @@ from pathlib import Path
 from megalite.checkpoint.find import Checkpoint, find_latest, open_checkpoint
 from megalite.checkpoint.load import load
 from megalite.distributed import comm
+from megalite.distributed.agree import Ranks
 from megalite.distributed.mesh import Mesh
 from megalite.errors import CheckpointError
 from megalite.train.engine import Engine
-from megalite.train.state import named_pieces, ranks_of
+from megalite.train.state import named_pieces
 
 _KIND = "param/"
 _MAX_NAMED = 5  # weights in an error
@@ -29,14 +30,14 @@ def load_weights(engine: Engine, source: Path) -> Checkpoint:
     checkpoint = _find(source, engine.mesh)
     pieces = named_pieces(engine.optimizer, engine.mesh, kinds=("param",))
     _require_all_used(checkpoint, [piece.name for piece in pieces], engine.mesh)
-    load(checkpoint, pieces, ranks_of(engine.mesh), allow_unused=True)
+    load(checkpoint, pieces, Ranks(engine.mesh.world), allow_unused=True)
     engine.optimizer.after_weights_load()
     return checkpoint
 
 
 def _find(source: Path, mesh: Mesh) -> Checkpoint:
     """`source` itself if it is a checkpoint, else the newest one of the run or of the folder."""
-    ranks = ranks_of(mesh)
+    ranks = Ranks(mesh.world)
     if source.name.startswith("step-"):
         return open_checkpoint(source, ranks)
     found = find_latest(source / "checkpoints", ranks) or find_latest(source, ranks)

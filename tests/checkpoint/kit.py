@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import signal
@@ -14,8 +15,12 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from megalite.checkpoint import NamedPiece, Ranks, SingleRank, find_latest, load, save
 from megalite.checkpoint.disk import Disk
+from megalite.checkpoint.find import find_latest
+from megalite.checkpoint.load import load
+from megalite.checkpoint.pieces import NamedPiece
+from megalite.checkpoint.save import save
+from megalite.distributed.agree import Ranks
 from megalite.layout.sharding import ShardSpec
 
 T = TypeVar("T")
@@ -48,38 +53,38 @@ class Hub:
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=20)
-        self.slots: list[bytes] = [b""] * world_size
+        self.slots: list[Any] = [None] * world_size
 
 
-class ThreadRanks:
-    """One simulated rank: the Ranks protocol over a Hub."""
+class ThreadRanks(Ranks):
+    """One simulated rank, over a Hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
-        self.hub, self.rank, self.world_size = hub, rank, len(hub.slots)
+        self.hub, self.rank, self.size = hub, rank, len(hub.slots)
 
-    def gather(self, data: bytes) -> list[bytes]:
-        self.hub.slots[self.rank] = data
+    def any(self, flag: bool) -> bool:
+        return any(self._exchange(flag))
+
+    def gather(self, value: Any) -> list[Any]:
+        everyone = self._exchange(value)
+        return everyone if self.rank == 0 else []
+
+    def broadcast(self, value: Any) -> Any:
+        return self._exchange(value)[0]
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Everyone's value, as it arrives on another rank."""
+        self.hub.slots[self.rank] = json.dumps(value)
         self.hub.barrier.wait()
-        found = list(self.hub.slots) if self.rank == 0 else []
+        found = [json.loads(slot) for slot in self.hub.slots]
         self.hub.barrier.wait()
         return found
-
-    def broadcast(self, data: bytes) -> bytes:
-        if self.rank == 0:
-            self.hub.slots[0] = data
-        self.hub.barrier.wait()
-        found = self.hub.slots[0]
-        self.hub.barrier.wait()
-        return found
-
-    def barrier(self) -> None:
-        self.hub.barrier.wait()
 
 
 def run_ranks(world_size: int, work: Callable[[Ranks], T]) -> list[T | Exception]:
     """Run `work` on every simulated rank; what each returned or raised."""
     if world_size == 1:
-        return [work(SingleRank())]
+        return [work(Ranks())]
     hub = Hub(world_size)
     outcome: list[Any] = [None] * world_size
 
@@ -205,7 +210,7 @@ def save_whole(root: Path, step: int, tensors: dict[str, torch.Tensor], **fields
     """Save whole tensors from one process."""
     pieces = [NamedPiece.whole(name, data) for name, data in tensors.items()]
     rest: dict[str, Any] = {"state": {"step": step}, "config": {}, "layout": {}, "disk": NO_SYNC}
-    return save(root, step, pieces, ranks=SingleRank(), **{**rest, **fields})
+    return save(root, step, pieces, ranks=Ranks(), **{**rest, **fields})
 
 
 @dataclass

@@ -14,7 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import NamedPiece, Ranks, find_latest, load, open_checkpoint, save
+from megalite.checkpoint.find import find_latest, open_checkpoint
+from megalite.checkpoint.load import load
+from megalite.checkpoint.pieces import NamedPiece
+from megalite.checkpoint.save import save
+from megalite.distributed.agree import Ranks
 from megalite.errors import CheckpointError
 from tests.checkpoint.kit import (
     Cut,

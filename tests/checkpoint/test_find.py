@@ -13,18 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint import (
-    NamedPiece,
-    Ranks,
-    discard_after,
-    find_latest,
-    list_steps,
-    load,
-    open_checkpoint,
-    prune,
-    step_name,
-)
+from megalite.checkpoint.find import find_latest, open_checkpoint
+from megalite.checkpoint.load import load
 from megalite.checkpoint.manifest import MANIFEST
+from megalite.checkpoint.pieces import NamedPiece
+from megalite.checkpoint.store import discard_after, list_steps, prune, step_name
+from megalite.distributed.agree import Ranks
 from megalite.errors import CheckpointError
 from tests.checkpoint.kit import (
     Cut,

@@ -9,16 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalite.checkpoint import (
-    NamedPiece,
-    Ranks,
-    find_latest,
-    load,
-    open_checkpoint,
-    save,
-    step_name,
-)
+from megalite.checkpoint.find import find_latest, open_checkpoint
+from megalite.checkpoint.load import load
+from megalite.checkpoint.pieces import NamedPiece
+from megalite.checkpoint.save import save
 from megalite.checkpoint.shard_file import DTYPES
+from megalite.checkpoint.store import step_name
+from megalite.distributed.agree import Ranks
 from megalite.errors import CheckpointError
 from megalite.layout.sharding import ShardSpec
 from tests.checkpoint.kit import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,75 @@ import pytest
 from megalite.config import RunConfig
 from megalite.data.dataset import TokenDataset
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
-from megalite.distributed.agree import require_same_config
-from megalite.errors import EXIT_SAVED, ConfigError, DataError
+from megalite.distributed.agree import (
+    PeerFailedError,
+    Ranks,
+    on_all_ranks,
+    on_first_rank,
+    require_same_config,
+)
+from megalite.errors import EXIT_SAVED, CheckpointError, ConfigError, DataError
 from megalite.record.records import lock_folder, read_metrics
 from megalite.train.run_data import open_data
+from tests.checkpoint.kit import run_ranks
 from tests.pool import RankPool
 from tests.train.kit.runs import lines, make_config, make_trainer, train, write_tokens
+
+
+def divide(divisor: int) -> int:
+    return 1 // divisor
+
+
+def in_gloo_ranks(ctx: Any) -> list[Any]:
+    """Runs in a rank: an agreed result, then errors that one rank and that two ranks meet."""
+    ranks = Ranks(ctx.mesh().world)
+    found: list[Any] = [
+        on_all_ranks(ranks, lambda: ranks.rank),
+        on_first_rank(ranks, lambda: {"from": ranks.rank, "text": "\0\xff"}),
+        ranks.gather("x" * ranks.rank),
+        ranks.any(ranks.rank == 1),
+        ranks.any(False),
+    ]
+    for doing, divisor in (("", 2), ("here", 2), ("here", 0)):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            on_all_ranks(ranks, partial(divide, divisor and divisor - ranks.rank), doing)
+        found.append((type(caught.value).__name__, str(caught.value)))
+    return found
+
+
+def test_all_ranks_have_the_result_or_the_error(pool: RankPool) -> None:
+    text = "rank 2: ZeroDivisionError: integer division or modulo by zero"
+    for rank, found in enumerate(pool.run(in_gloo_ranks, 3)):
+        assert found[0] == rank
+        assert found[1] == {"from": 0, "text": "\0\xff"}
+        assert found[2] == (["", "x", "xx"] if rank == 0 else [])
+        assert found[3:5] == [True, False]
+        own = ("ZeroDivisionError", text.partition("Error: ")[2])
+        assert found[5] == (own if rank == 2 else (PeerFailedError.__name__, text))
+        assert found[6] == (CheckpointError.__name__, f"here: {text}")
+        assert found[7] == (
+            CheckpointError.__name__,
+            f"here: {text.replace('rank 2', 'rank 0 and 2 more')}",
+        )
+
+
+def test_many_different_failures_are_cut_short() -> None:
+    def fail(ranks: Ranks) -> None:
+        on_all_ranks(ranks, lambda: dict[int, int]()[ranks.rank], "doing this")
+
+    errors = run_ranks(5, fail)
+    assert len({str(e) for e in errors}) == 1
+    assert str(errors[0]).endswith("and 2 other failures")
+    assert isinstance(errors[3], CheckpointError)
+    assert isinstance(errors[3].__cause__, KeyError)
+
+
+def test_a_process_alone_raises_its_own_error_and_keeps_its_result() -> None:
+    assert on_first_rank(Ranks(), lambda: (1, 2)) == (1, 2)
+    with pytest.raises(KeyError):
+        on_all_ranks(Ranks(), lambda: dict[int, int]()[0])
+    with pytest.raises(CheckpointError, match=r"^here: KeyError: 0$"):
+        on_all_ranks(Ranks(), lambda: dict[int, int]()[0], "here")
 
 
 def agree(ctx: Any, config: RunConfig, odd_rank: int, odd: RunConfig) -> str:

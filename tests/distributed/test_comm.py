@@ -161,17 +161,22 @@ def test_handles_may_be_waited_for_in_any_order_and_twice(pool) -> None:
 def objects(ctx):
     mesh = ctx.mesh(tp=2, dp=2)
     value = {"rank": ctx.rank, "text": "ü" * (ctx.rank * 50 + 1), "x": [0.1, math.inf, None]}
-    return comm.broadcast_object(value, mesh.dp, src=1), comm.all_gather_object(value, mesh.tp)
+    return (
+        comm.broadcast_object(value, mesh.dp, src=1),
+        comm.all_gather_object(value, mesh.tp),
+        comm.gather_object(value, mesh.tp, dst=1),
+    )
 
 
 def test_objects_travel_as_json(pool) -> None:
-    for rank, (broadcast, gathered) in enumerate(pool.run(objects, 4)):
+    for rank, (broadcast, gathered, on_one) in enumerate(pool.run(objects, 4)):
         assert broadcast["rank"] == rank % 2 + 2
         assert broadcast["x"] == [0.1, math.inf, None]
         assert [entry["rank"] for entry in gathered] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert [len(entry["text"]) for entry in gathered] == [
             entry["rank"] * 50 + 1 for entry in gathered
         ]
+        assert on_one == (gathered if rank % 2 else [])
 
 
 def traffic(ctx):
@@ -238,6 +243,7 @@ def test_size_1_moves_nothing_and_counts_nothing() -> None:
     assert torch.equal(comm.reduce_scatter_into(x, mesh.tp), x)
     assert comm.broadcast_object({"a": 1}, mesh.world) == {"a": 1}
     assert comm.all_gather_object("a", mesh.world) == ["a"]
+    assert comm.gather_object(("a",), mesh.world) == [["a"]]
     comm.barrier(mesh.world)
     assert mesh.ledger.as_dict() == {}
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint import find_latest, load, save
+from megalite.checkpoint.find import find_latest
+from megalite.checkpoint.load import load
+from megalite.checkpoint.save import save
 from megalite.config import OptimizerConfig
+from megalite.distributed.agree import Ranks
 from megalite.optim.distributed_optimizer import DistributedOptimizer
-from megalite.train.state import named_pieces, ranks_of
+from megalite.train.state import named_pieces
 from tests.optim.kit.synthetic import (
     Expected,
     differing_replicas,
@@ -83,14 +86,14 @@ def resumed(ctx: RankContext, folder: str, want: Expected) -> list[float]:
     train(chunks, optimizer, mesh, STEPS - 1)
     state, layout = optimizer.scalars(), mesh.topology.sizes
     pieces, root = named_pieces(optimizer, mesh), Path(folder)
-    save(root, 2, pieces, state=state, config={}, layout=layout, ranks=ranks_of(mesh))
+    save(root, 2, pieces, state=state, config={}, layout=layout, ranks=Ranks(mesh.world))
     errors = []
     for axes, ep in (({"tp": 2}, 4), ({}, 1), ({"tp": 2, "pp": 2}, 2)):
         other = ctx.mesh(**axes, ep=ep)
         chunks, optimizer = make(other, experts=True, clip_grad=CLIP, zero=1)
-        found = find_latest(root, ranks_of(other))
+        found = find_latest(root, Ranks(other.world))
         assert found is not None
-        load(found, named_pieces(optimizer, other), ranks_of(other))
+        load(found, named_pieces(optimizer, other), Ranks(other.world))
         scalars: Any = found.manifest.state
         optimizer.load_scalars(dict(scalars))
         optimizer.after_load()
