@@ -19,9 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.corpus.publish import check_prefix, publish_files, sync, write_index, write_synced
-from megalite.data.fingerprint import fingerprint_files, sha256_file
+from megalite.data.fingerprint import checksum_files, fingerprint_files, sha256_file
 from megalite.data.indexed import IndexedDataset, file_of
-from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo, read_sidecar
+from megalite.data.sidecar import (
+    Sidecar,
+    SourceInfo,
+    TokenizerInfo,
+    read_sidecar,
+    require_checksum,
+    require_fingerprint,
+)
 from megalite.errors import DataError
 
 BLOCK = 1 << 20  # bytes, or entries of an index, at a time
@@ -96,15 +103,11 @@ def _check_names(out_prefix: str, prefixes: Sequence[str], overwrite: bool) -> N
 
 
 def _own_sidecar(part: IndexedDataset) -> Sidecar | None:
-    """The sidecar of a dataset, None if it has none; DataError if its fingerprint differs."""
+    """The sidecar of a dataset, None if it has none; DataError if it describes other content."""
     sidecar = read_sidecar(part)
     if sidecar is not None:
-        found = fingerprint_files(part.bin_path, part.idx_path)
-        if found != sidecar.fingerprint:
-            raise DataError(
-                f"{part.prefix}.json: fingerprint: found {found} in the files, the sidecar states "
-                f"{sidecar.fingerprint}: they were replaced or damaged; prepare them again"
-            )
+        require_fingerprint(sidecar, part, fingerprint_files(part.bin_path, part.idx_path))
+        require_checksum(sidecar, part)
     return sidecar
 
 
@@ -214,6 +217,7 @@ def _describe(
         num_documents=sum(side.num_documents for side in sidecars),
         dtype=first.dtype,
         fingerprint=fingerprint_files(made[".bin"], made[".idx"]),
+        checksum=checksum_files(made[".bin"], made[".idx"]),
         tokenizer=info,
         source=SourceInfo(
             description="merge of " + " + ".join(side.source.description for side in sidecars),

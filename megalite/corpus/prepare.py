@@ -36,7 +36,7 @@ from megalite.corpus.publish import (
 )
 from megalite.corpus.tokenizer_training import ModelType, TrainReport
 from megalite.corpus.unfinished import Unfinished
-from megalite.data.fingerprint import fingerprint_files
+from megalite.data.fingerprint import checksum_files, fingerprint_files
 from megalite.data.indexed import dtype_for_vocab
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.data.tokenizer import Tokenizer, library_version
@@ -310,6 +310,7 @@ def _publish(
         num_documents=totals.report.num_documents,
         dtype=encoder.dtype.name,
         fingerprint=fingerprint_files(ids, index),
+        checksum=checksum_files(ids, index),
         tokenizer=TokenizerInfo(
             file=str(tokenizer.path if trained is None else tokenizer.path.name),
             sha256=tokenizer.sha256,

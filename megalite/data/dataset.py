@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.shares import SPLIT_NAMES, parse_split, share_bounds
-from megalite.data.fingerprint import fingerprint_files
+from megalite.data.fingerprint import Identity, fingerprint_files
 from megalite.data.indexed import IndexedDataset
-from megalite.data.sidecar import Sidecar, read_sidecar
+from megalite.data.sidecar import Sidecar, read_sidecar, require_fingerprint
 from megalite.data.vocab import VocabCheck, check_vocab
 from megalite.errors import ConfigError, DataError
 
@@ -35,12 +35,16 @@ from megalite.errors import ConfigError, DataError
 class TokenDataset:
     """A dataset opened for training: text tokens with document boundaries.
 
-    Raises DataError for a dataset with modes (multimodal) or with ids that are not integers.
+    Raises DataError for a dataset with modes (multimodal), with ids that are not integers, or with
+    files that are not those that its sidecar describes.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.indexed = IndexedDataset(prefix)
         self.sidecar: Sidecar | None = read_sidecar(self.indexed)
+        self.fingerprint = fingerprint_files(self.indexed.bin_path, self.indexed.idx_path)
+        if self.sidecar is not None:
+            require_fingerprint(self.sidecar, self.indexed, self.fingerprint)
         if self.indexed.modes is not None:
             raise DataError(
                 f"{self.indexed.idx_path}: holds modes, so it is multimodal; "
@@ -64,9 +68,10 @@ class TokenDataset:
     def num_documents(self) -> int:
         return self.indexed.num_documents
 
-    def fingerprint(self) -> str:
-        """Hash of the content in hex, see fingerprint.py; changes if data is replaced in place."""
-        return fingerprint_files(self.indexed.bin_path, self.indexed.idx_path)
+    def identity(self) -> Identity:
+        """The fingerprint, and size and time of the token file: to notice data changed in place."""
+        seen = self.indexed.bin_path.stat()
+        return Identity(str(self.prefix), self.fingerprint, seen.st_size, seen.st_mtime_ns)
 
     def span(self, name: str = "all") -> TokenSpan:
         """The whole stream as one span."""

@@ -1,7 +1,7 @@
 """The content of an indexed dataset, and checks that it is sound: for `megalite data inspect`.
 
-Every entry of the index is checked (opening checks very large ones by sample); ids are scanned up
-to SCAN_TOKENS. Prints nothing.
+Every entry of the index is checked (opening checks very large ones by sample), and every byte by
+the sidecar's checksum; ids are scanned up to SCAN_TOKENS. Prints nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.fingerprint import fingerprint_files, sha256_file
+from megalite.data.fingerprint import checksum_files, fingerprint_files, sha256_file
 from megalite.data.indexed import IndexedDataset
 from megalite.data.sidecar import Sidecar, read_sidecar
 from megalite.data.tokenizer import Tokenizer
@@ -131,12 +131,10 @@ def _check_index(data: IndexedDataset) -> Check:
 
 
 def _check_sidecar(data: IndexedDataset, sidecar: Sidecar, model: Tokenizer | None) -> list[Check]:
-    found = fingerprint_files(data.bin_path, data.idx_path)
-    good = found == sidecar.fingerprint
-    detail = "files are those that were prepared"
-    if not good:
-        detail = f"found {found}, the sidecar states {sidecar.fingerprint}: files were replaced"
-    checks = [Check("fingerprint", good, detail)]
+    files = (data.bin_path, data.idx_path)
+    checks = [_check_same("fingerprint", fingerprint_files(*files), sidecar.fingerprint)]
+    if sidecar.checksum is not None:
+        checks.append(_check_same("checksum", checksum_files(*files), sidecar.checksum))
     if model is None:
         detail = f"{sidecar.tokenizer.file} is not there; give it with --tokenizer"
         return [*checks, Check("tokenizer", True, detail)]
@@ -146,6 +144,13 @@ def _check_sidecar(data: IndexedDataset, sidecar: Sidecar, model: Tokenizer | No
     if not same:
         detail = f"{model.path} has sha256 {digest}, ids were made by {sidecar.tokenizer.sha256}"
     return [*checks, Check("tokenizer", same, detail)]
+
+
+def _check_same(name: str, found: str, stated: str) -> Check:
+    if found == stated:
+        return Check(name, True, "files are those that were prepared")
+    detail = f"found {found}, the sidecar states {stated}: files were replaced or damaged"
+    return Check(name, False, detail)
 
 
 def _check_ids(data: IndexedDataset, vocab_size: int) -> Check:

@@ -1,7 +1,9 @@
 """`PREFIX.json`, the sidecar: the description of a prepared dataset beside Megatron's two files.
 
 Optional on reading: a dataset from elsewhere has none. One that does not describe the files beside
-it is refused. Its only paths are the names that the user gave.
+it is refused: counts and fingerprint whenever a dataset is opened for training, the checksum, which
+takes reading the whole of it, where the files are not too large for that. Its only paths are the
+names that the user gave.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megalite.data.fingerprint import checksum_files
 from megalite.data.indexed import IndexedDataset, file_of
 from megalite.errors import DataError
 
@@ -50,6 +53,7 @@ class Sidecar(BaseModel):
     num_documents: int = Field(ge=0)
     dtype: str
     fingerprint: str
+    checksum: str | None = None  # of both files, whole; None: the writer made none
     tokenizer: TokenizerInfo
     source: SourceInfo
 
@@ -78,6 +82,26 @@ def stated_sidecar(prefix: str | Path) -> Sidecar | None:
     """The sidecar at a prefix, None if there is none; it is not compared with the dataset."""
     path = file_of(prefix, ".json")
     return _parse(path) if path.is_file() else None
+
+
+def require_fingerprint(sidecar: Sidecar, data: IndexedDataset, found: str) -> None:
+    """Raise DataError if the fingerprint `found` of a dataset is not the one of its sidecar."""
+    _require_same("fingerprint", data, found, sidecar.fingerprint)
+
+
+def require_checksum(sidecar: Sidecar, data: IndexedDataset) -> None:
+    """Raise DataError if any byte of a dataset is not the one that was prepared; reads all."""
+    if sidecar.checksum is not None:
+        found = checksum_files(data.bin_path, data.idx_path)
+        _require_same("checksum", data, found, sidecar.checksum)
+
+
+def _require_same(what: str, data: IndexedDataset, found: str, stated: str) -> None:
+    if found != stated:
+        raise DataError(
+            f"{data.prefix}.json: {what}: found {found} in the files, the sidecar states {stated}: "
+            "they were replaced or damaged; copy them again, or prepare the dataset again"
+        )
 
 
 def require_tokenizer(sidecar: Sidecar, prefix: str | Path, tokenizer: str) -> None:

@@ -1,7 +1,7 @@
 """The check that a dataset's ids fit a model's vocabulary, before the first step, in bounded time.
 
 The largest id is known from the dtype if that is narrow enough; else from a scan of a dataset of up
-to SCAN_TOKENS; else from the sidecar, if its fingerprint still holds; else from a scan of
+to SCAN_TOKENS; else from the sidecar, which must be that of these files; else from a scan of
 SAMPLE_TOKENS, spread evenly over the dataset. The result names the method: after a sample,
 microbatches should be checked too (Batches: vocab_size).
 """
@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 
-from megalite.data.fingerprint import fingerprint_files
 from megalite.data.indexed import IndexedDataset
 from megalite.data.sidecar import Sidecar
 from megalite.errors import DataError
@@ -52,7 +51,6 @@ def largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -
     if count <= SCAN_TOKENS:
         return VocabCheck("scan", _scan(data, 1), f"largest of all {count} tokens")
     if sidecar is not None:
-        _check_fingerprint(data, sidecar)
         return VocabCheck("sidecar", sidecar.max_id, f"as {data.prefix}.json states")
     every = -(-count // SAMPLE_TOKENS)
     detail = f"largest in a sample, 1 of {every} blocks of {SCAN_BLOCK} tokens"
@@ -71,11 +69,3 @@ def _scan(data: IndexedDataset, every: int) -> int:
             )
         largest = max(largest, int(part.max()))
     return largest
-
-
-def _check_fingerprint(data: IndexedDataset, sidecar: Sidecar) -> None:
-    if (found := fingerprint_files(data.bin_path, data.idx_path)) != sidecar.fingerprint:
-        raise DataError(
-            f"{data.prefix}.json: fingerprint: found {found} in the files, the sidecar states "
-            f"{sidecar.fingerprint}: they were replaced; prepare the dataset again"
-        )

@@ -13,7 +13,7 @@ from megalite.config.inputs import Source, sources, split_set_names
 from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset, TokenSpan
-from megalite.data.fingerprint import Identity, identify
+from megalite.data.fingerprint import Identity
 from megalite.data.sidecar import require_tokenizer
 from megalite.distributed.agree import all_equal
 from megalite.distributed.mesh import Mesh
@@ -79,7 +79,7 @@ def open_data(config: RunConfig) -> RunData:
 
     named = [(source.name, source.path) for source in blend]
     named += [(f"eval/{entry.name}", entry.path) for entry in config.eval.sets]
-    identities = {name: identify(open_dataset(path).indexed) for name, path in named}
+    identities = {name: open_dataset(path).identity() for name, path in named}
     return RunData(train, tuple(sets), identities)
 
 

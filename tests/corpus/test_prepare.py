@@ -56,7 +56,7 @@ def test_sidecar_describes_the_dataset(tmp_path: Path, source: str) -> None:
     assert sidecar is not None
     assert sidecar.vocab_size == VOCAB_SIZE
     assert sidecar.max_id == data.indexed.tokens.max()
-    assert sidecar.fingerprint == data.fingerprint()
+    assert sidecar.fingerprint == data.fingerprint
     assert sidecar.tokenizer.file == "out.model"
     assert sidecar.tokenizer.sha256 == Tokenizer(tmp_path / "out.model").sha256
     assert sidecar.source.text_bytes == sum(len(text.encode()) for text in TEXTS)

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from megalite.data import fingerprint
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset, TokenSpan
-from megalite.data.fingerprint import identify
-from megalite.data.indexed import HEADER, MAGIC, IndexedDataset
+from megalite.data.indexed import HEADER, MAGIC
 from megalite.errors import DataError
 from tests.data.kit import PROPERTY, write_dataset
 
@@ -137,7 +136,7 @@ def test_a_trillion_tokens_open_and_seek_with_little_memory_and_few_bytes(tmp_pa
     data = TokenDataset(prefix)
     assert data.num_tokens == 10**12
     data.check_vocab(50_000)
-    identify(data.indexed)
+    data.identity()
     train = data.split("98,2", 4096)["train"]
     batches = Batches(train, 4096, 1234, document_masks=True, vocab_size=50_000)
     step, global_batch = 10**6, 512
@@ -160,8 +159,8 @@ def test_the_fingerprint_of_a_large_index_reads_blocks(
     monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 16)
     monkeypatch.setattr(fingerprint, "NUM_BLOCKS", 4)
     prefix = write_dataset(tmp_path / "a", [[1]] * 50)
-    known = identify(IndexedDataset(prefix))
-    assert known.fingerprint == identify(IndexedDataset(prefix)).fingerprint
+    known = TokenDataset(prefix).identity()
+    assert known == TokenDataset(prefix).identity()
     with Path(f"{prefix}.idx").open("r+b") as stream:
         stream.seek(-8, os.SEEK_END)
         stream.write(b"\x01")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from megalite.cli.main import app
 from megalite.corpus.prepare import prepare
+from megalite.data import fingerprint
 from megalite.data.inspection import inspect_dataset
 from megalite.errors import DataError
 
@@ -31,7 +32,7 @@ def test_a_sound_dataset_is_described(prefix: str) -> None:
     found = inspect_dataset(prefix, num_shown=2, shown_tokens=10_000)
     assert found.good
     assert [check.name for check in found.checks] == [
-        "index", "fingerprint", "tokenizer", "ids", "ends"
+        "index", "fingerprint", "checksum", "tokenizer", "ids", "ends"
     ]  # fmt: skip
     assert (found.num_documents, found.dtype) == (31, "uint16")
     assert [shown.text for shown in found.shown] == TEXTS[:2]
@@ -51,18 +52,36 @@ def flip(path: str, dtype: str, at: int, value: int) -> None:
 
 @pytest.mark.parametrize(
     ("at", "value", "bad"),
-    [(-1, 7, {"fingerprint", "ends"}), (0, 2, {"fingerprint", "ends"}),
-     (0, 60_000, {"fingerprint", "ids"}), (0, 7, {"fingerprint"})],
+    [(-1, 7, {"ends"}), (0, 2, {"ends"}), (0, 60_000, {"ids"}), (0, 7, set())],
 )  # fmt: skip
 def test_damaged_tokens_fail_a_check_and_the_command(
     prefix: str, at: int, value: int, bad: set[str]
 ) -> None:
     flip(f"{prefix}.bin", "<u2", at, value)
     found = inspect_dataset(prefix)
-    assert {check.name for check in found.checks if not check.good} == bad
+    assert {check.name for check in found.checks if not check.good} == bad | {
+        "fingerprint",
+        "checksum",
+    }
     result = CliRunner().invoke(app, ["data", "inspect", prefix])
     assert result.exit_code == 2
     assert f"error: {prefix}: fingerprint: found" in result.stderr
+
+
+def test_a_byte_between_the_blocks_of_the_fingerprint_fails_the_checksum(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 64)
+    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(fingerprint, "NUM_BLOCKS", 2)
+    sidecar = json.loads(Path(f"{prefix}.json").read_text())
+    paths = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    stated = sidecar | {"fingerprint": fingerprint.fingerprint_files(*paths)}
+    Path(f"{prefix}.json").write_text(json.dumps(stated))
+    assert inspect_dataset(prefix).good
+    flip(f"{prefix}.bin", "<u2", 20, 7)
+    found = inspect_dataset(prefix)
+    assert [check.name for check in found.checks if not check.good] == ["checksum"]
 
 
 def test_another_tokenizer_is_noticed(prefix: str, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_another_tokenizer_than_the_datasets_is_refused(tmp_path: Path) -> None:
         num_tokens=data.num_tokens,
         num_documents=data.num_documents,
         dtype=data.indexed.dtype.name,
-        fingerprint=data.fingerprint(),
+        fingerprint=data.fingerprint,
         tokenizer=TokenizerInfo(
             file="a.model", sha256=hashlib.sha256(b"one").hexdigest(), trained=True
         ),

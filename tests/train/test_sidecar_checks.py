@@ -13,8 +13,10 @@ import pytest
 
 from megalite.config import RunConfig
 from megalite.config.text import to_toml
+from megalite.data import fingerprint
 from megalite.data.sidecar import TokenizerInfo
 from megalite.errors import DataError
+from megalite.train import sidecar_checks
 from megalite.train.run_data import open_data
 from megalite.train.sidecar_checks import sidecar_problems
 from tests.data.test_vocab_and_fingerprint import with_sidecar
@@ -44,10 +46,49 @@ def opened(config: RunConfig) -> str:
     return str(refused.value)
 
 
-def test_data_that_fits_is_not_opened(folder: Path) -> None:
-    (folder / "data.idx").write_bytes(b"not read yet")
+def test_data_that_fits_is_accepted(folder: Path) -> None:
     tokenizer = str(folder / "a.model")
     assert sidecar_problems(config(folder, model__vocab_size=90, data__tokenizer=tokenizer)) == []
+
+
+def flip_bit(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("suffix", "at"), [(".bin", 40), (".bin", 0), (".idx", -24)])
+def test_one_bit_of_the_tokens_or_of_a_document_boundary_is_refused(
+    folder: Path, suffix: str, at: int
+) -> None:
+    with_sidecar(folder / "data", IDS[:40], IDS[40:100], IDS[100:])
+    assert sidecar_problems(config(folder)) == []
+    flip_bit(folder / f"data{suffix}", at)
+    (line,) = sidecar_problems(config(folder))
+    assert line == opened(config(folder))
+    assert line.startswith(f"{folder}/data.json: fingerprint: found ")
+
+
+def test_one_bit_that_the_fingerprint_leaves_out_is_refused_by_the_checksum(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 64)
+    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(fingerprint, "NUM_BLOCKS", 2)
+    path = folder / "data.bin"
+    with_sidecar(folder / "data", IDS, checksum=_checksum_after(folder))
+    assert sidecar_problems(config(folder)) == []
+    flip_bit(path, 100)
+    (line,) = sidecar_problems(config(folder))
+    assert line.startswith(f"{folder}/data.json: checksum: found ")
+    monkeypatch.setattr(sidecar_checks, "CHECKED_BYTES", path.stat().st_size)  # too large to read
+    assert sidecar_problems(config(folder)) == []
+    open_data(config(folder))
+
+
+def _checksum_after(folder: Path) -> str:
+    with_sidecar(folder / "same", IDS)
+    return fingerprint.checksum_files(folder / "same.bin", folder / "same.idx")
 
 
 def test_ids_beyond_the_vocabulary_and_another_tokenizer_are_told_as_the_ranks_would(
