@@ -17,6 +17,7 @@ setup(
     package_dir={KERNELS: "kernels", "megalite.hardware_presets": "configs/hardware"},
     package_data={
         "megalite": ["py.typed"],
+        "megalite.config": ["*.toml"],
         "megalite.hardware_presets": ["*.toml"],
         KERNELS: ["configs/*.json"],
     },

@@ -16,6 +16,7 @@ from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
+from megalite.cli.options import ConfigFile, Overrides, SettingsCommand, path
 from megalite.cli.plan import plan
 from megalite.cli.schedule import schedule
 from megalite.errors import EXIT_USER, ConfigError, MegaliteError
@@ -68,14 +69,11 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def train(
     ctx: typer.Context,
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     local: Annotated[
         bool, typer.Option("--local", help="Start the processes here, on the CPU or GPUs.")
     ] = False,
@@ -135,7 +133,7 @@ def _sidecar_problems(config: RunConfig) -> list[str]:
 
 @app.command()
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", parser=path, help="A run folder.")],
 ) -> None:
     """Show a run's losses and where its time went; draw its loss curve as loss.png."""
     from pathlib import Path
@@ -153,7 +151,7 @@ app.command()(generate)
 app.command()(info)
 app.command()(doctor)
 app.command()(schedule)
-app.command()(plan)
+app.command(cls=SettingsCommand)(plan)
 
 
 @app.command()

@@ -7,24 +7,22 @@ from typing import Annotated
 
 import typer
 
+from megalite.cli.options import AsJson, ConfigFile, Overrides, path
 from megalite.errors import EXIT_USER
 
 
 def plan(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="Ranks in all, where the config leaves parallel.dp to them."),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(metavar="NAME|TOML", help="The GPU: h100 and the like, or a file."),
+        typer.Option(metavar="NAME|TOML", parser=path, help="The GPU: h100 or such, or a file."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run's stages, the memory of its ranks, and the least time of a step.
 

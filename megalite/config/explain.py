@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from difflib import SequenceMatcher
 from typing import Any
@@ -15,6 +14,10 @@ from megalite.config.names import sections, toml_value
 # Other common names of number formats.
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _DTYPE_ALIASES |= {"float": "float32", "fp64": "float64", "double": "float64"}
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_UNITS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+_NUMBER = re.compile(r"(?P<number>[+-]?\d+(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")
 
 # pydantic's error type -> the values that the setting takes, in words
 _NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -99,14 +102,19 @@ def _path_text(name: str, inside: tuple[int | str, ...]) -> str:
 
 
 def _remedy(found: Any) -> str:
-    """A suggestion: the number without its quotes, or the nearest choice; else empty."""
-    value = found["input"]
-    if not isinstance(value, str):
-        return ""
-    if found["type"] == "literal_error":
+    """A suggestion: the nearest choice, or the value in the form to write; else empty."""
+    value, kind = found["input"], found["type"]
+    if kind == "literal_error" and isinstance(value, str):
         near = _nearest_choice(value, re.findall(r"'([^']*)'", found["ctx"]["expected"]))
         return f"; did you mean {near}?" if near else ""
-    return _unquoted(found["type"], value)
+    if kind == "bool_type":
+        word = str(value).lower()
+        meant = "true" if word in _TRUE else "false" if word in _FALSE else ""
+    elif kind in ("int_type", "int_from_float", "float_type"):
+        meant = _as_number(value, whole=kind != "float_type")
+    else:
+        return ""
+    return f"; write {'it without quotes: ' if meant == value else ''}{meant}" if meant else ""
 
 
 def _nearest_choice(value: str, choices: list[str]) -> str | None:
@@ -117,15 +125,13 @@ def _nearest_choice(value: str, choices: list[str]) -> str | None:
     return best if score > 0.5 else None
 
 
-def _unquoted(kind: str, value: str) -> str:
-    """A suggestion for a number or true/false in quotes; empty for other values."""
-    if kind not in ("int_type", "float_type", "bool_type"):
+def _as_number(value: Any, whole: bool) -> str:
+    """The TOML number that a text like "3", "1,000" or "10B" means; a float without its point."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    match = _NUMBER.fullmatch(value.replace(",", "")) if isinstance(value, str) else None
+    if match is None:
         return ""
-    try:
-        bare = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return ""
-    fits = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}[kind]
-    if type(bare) not in fits:
-        return ""
-    return f"; write it without quotes: {value}"
+    number, unit = match["number"], match["unit"].lower()
+    written = f"{number}e{_UNITS[unit]}" if unit else number
+    return written if not whole or float(written).is_integer() else ""

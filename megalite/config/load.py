@@ -4,7 +4,8 @@ Precedence: defaults, `base` file, file, overrides. Everything wrong with the in
 once; checks.settings checks that the settings fit each other.
 
 TOML has no null: in a file and in an override alike, "none" (or "null") unsets a setting that may
-be unset, such as optimizer.clip_grad or data.path.
+be unset, such as optimizer.clip_grad or data.path. A whole number in exponent form (1e10) is an
+integer. Overrides may have Python's spellings, too: .5, True, None, (1, 2).
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import json
 import re
 import tomllib
 from dataclasses import dataclass
-from os.path import normpath
+from decimal import Decimal
+from os.path import expanduser, normpath
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from megalite.config.explain import explain
+from megalite.config.frameworks import find_foreign
 from megalite.config.names import (
+    Key,
+    flag_problem,
     keys,
-    nearest,
     nearest_section,
     section_keys,
     sections,
+    suggestion,
     toml_value,
     value_of,
 )
@@ -34,10 +39,12 @@ from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError
 
 UNSET = ("none", "null")
+_LARGEST_EXPONENT = 18  # of numbers that are taken for integers
 
 # Origins of values; the others are file names.
 DEFAULT, OVERRIDE, DERIVED = "default", "override", "derived"
 
+_BARE_POINT = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")  # .5 or 1.
 _ENTRY = re.compile(r"(?P<key>[\w.]+)\[(?P<number>\d{1,6})\]\.(?P<leaf>\w+)")  # list[0].key
 
 
@@ -73,21 +80,21 @@ class _Draft:
         if isinstance(value, (datetime.date, datetime.time)):
             self.problems.append(f"{name}={value} ({origin}): no setting is a date; quote a text")
             return
-        unset = keys()[name].optional and isinstance(value, str) and value in UNSET
+        unset = keys()[name].optional and isinstance(value, str) and value.lower() in UNSET
         self.values[name] = None if unset else value
         self.origins[name] = origin
 
     def add_unknown(self, name: str, origin: str) -> None:
         """Record an unknown key as a problem, with the keys that it may have been meant to be."""
-        meant = nearest(name)
+        meant, advice = suggestion(name)
         self.meant.update(meant)
-        self.problems.append(f"unknown key {name} ({origin}); {_suggest(name, meant)}")
+        self.problems.append(f"unknown key {name} ({origin}); {advice}")
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedConfig:
     """Read a TOML config, its base and the overrides; raises ConfigError with every problem."""
     draft = _Draft({}, {}, [], set())
-    for origin, tree in _sources(Path(path)):
+    for origin, tree in _sources(Path(expanduser(path))):
         _add_file(draft, origin, tree)
     _add_overrides(draft, overrides)
     return _finish(draft)
@@ -105,9 +112,17 @@ def read_toml(path: Path, what: str = "config") -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); TOML is UTF-8") from None
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text, parse_float=_number)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_syntax_line(path, text, str(error))) from None
+
+
+def _number(text: str) -> int | float:
+    """A TOML float; an integer if it is a whole number in exponent form."""
+    number = Decimal(text.replace("_", ""))
+    if "e" in text.lower() and number.adjusted() <= _LARGEST_EXPONENT and number % 1 == 0:
+        return int(number)
+    return float(number)
 
 
 def _sources(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -118,7 +133,7 @@ def _sources(path: Path) -> list[tuple[str, dict[str, Any]]]:
         return [(str(path), tree)]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base={toml_value(base)} needs to be a file name in quotes")
-    base_path = path.parent / base
+    base_path = path.parent / expanduser(base)
     try:
         base_tree = read_toml(base_path)
     except ConfigError as error:
@@ -154,6 +169,10 @@ def _add_value(draft: _Draft, origin: str, name: str, value: Any) -> None:
 
 def _add_section(draft: _Draft, origin: str, section: str, table: dict[str, Any]) -> None:
     if section not in sections():
+        if any(find_foreign(f"{section}.{key}") for key in table):
+            for key in table:
+                draft.add_unknown(f"{section}.{key}", origin)
+            return
         near = nearest_section(section)
         near = near or _section_with(table)
         hint = f"did you mean [{near}]?" if near else f"sections are {', '.join(sections())}"
@@ -162,7 +181,7 @@ def _add_section(draft: _Draft, origin: str, section: str, table: dict[str, Any]
         return
     for key, value in table.items():
         name = f"{section}.{key}"
-        if isinstance(value, dict) and name in sections():
+        if isinstance(value, dict) and name not in keys():
             _add_section(draft, origin, name, value)
         else:
             _add_value(draft, origin, name, value)
@@ -213,7 +232,7 @@ def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) ->
 
 def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
     if name.startswith("--"):
-        return f"override {name} must not start with dashes; write {name.lstrip('-')}=VALUE"
+        return flag_problem(name) or f"{name} is no setting; settings are written section.key=VALUE"
     if not has_equals or not raw or not name:
         return (
             f"override {name or '='} has no {'value' if name else 'key'}; write section.key=VALUE"
@@ -229,14 +248,30 @@ def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
 
 def _override_value(name: str, raw: str) -> Any:
     """The text as a TOML value; without quotes, a word, or any value of a text key, is a string."""
-    value = _toml_or_text(raw)
-    return raw if keys()[name].is_string and not isinstance(value, str) else value
+    key, value = keys()[name], _toml_or_text(raw)
+    if key.is_string and not isinstance(value, str):
+        return raw
+    return _python_value(key, value) if isinstance(value, str) else value
+
+
+def _python_value(key: Key, text: str) -> Any:
+    """The value of a text in Python's spelling, or as a shell leaves it, if the key takes it."""
+    if bool in key.kinds and text in ("True", "False"):
+        return text == "True"
+    bracketed = (text[:1], text[-1:]) in (("(", ")"), ("[", "]"))
+    inner = text[1:-1] if bracketed else text
+    lists = {list, tuple} if bracketed else {list}
+    if key.kinds & lists and (bracketed or "," in inner) and not set("()[]{}") & set(inner):
+        return [_toml_or_text(part.strip()) for part in inner.split(",") if part.strip()]
+    return text
 
 
 def _toml_or_text(raw: str) -> Any:
     """The text as a TOML value, or the text itself if it is not TOML."""
+    if _BARE_POINT.fullmatch(raw):
+        return _number(raw)
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
+        return tomllib.loads(f"value = {raw}", parse_float=_number)["value"]
     except tomllib.TOMLDecodeError:
         return raw
 
@@ -266,17 +301,10 @@ def _nest(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _suggest(name: str, meant: list[str]) -> str:
-    if meant:
-        return f"did you mean {' or '.join(meant)}?"
-    section = name.rpartition(".")[0]
-    if section in sections():
-        return f"[{section}] has {', '.join(section_keys(section))}"
-    return f"sections are {', '.join(sections())}"
-
-
 def _syntax_line(path: Path, text: str, message: str) -> str:
     """One line for a TOML error, with the number and text of the line it is on."""
+    if path.suffix.lower() in (".yaml", ".yml", ".json", ".py"):
+        return f"{path}: a config is a TOML file; write [section] and key = value below it"
     found = re.search(r"\(at line (\d+), column \d+\)", message)
     reason = message.split(" (at ")[0]
     if "overwrite" in reason or "twice" in reason:
@@ -285,4 +313,21 @@ def _syntax_line(path: Path, text: str, message: str) -> str:
         return f"{path}, end of file: {reason}"
     number = int(found.group(1))
     line = text.split("\n")[number - 1].strip()
-    return f"{path}, line {number}: {line!r}: {reason}"
+    return f"{path}, line {number}: {line!r}: {reason}{_syntax_remedy(line)}"
+
+
+def _syntax_remedy(line: str) -> str:
+    """The form to write for a line that is YAML or Python; empty where there is none."""
+    key, _, value = re.sub(r"\s+#.*", "", line).partition("=" if "=" in line else ":")
+    value = value.strip()
+    if not re.fullmatch(r"[\w.-]+\s*", key) or not value:
+        return ""
+    if value in ("True", "False"):
+        value = value.lower()
+    elif _BARE_POINT.fullmatch(value):
+        value = toml_value(float(value))
+    elif re.fullmatch(r"[A-Za-z][\w./-]*", value):
+        value = toml_value(value.lower() if value.lower() in UNSET else value)
+    elif "=" in line:
+        return ""
+    return f"; write {key.strip()} = {value}"

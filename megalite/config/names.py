@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from types import NoneType
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from megalite.config.families import family_defaults
+from megalite.config.frameworks import find_foreign
 from megalite.config.schema import RunConfig, Section
 
 NEAR_ENOUGH = 0.6  # of difflib's ratio; below it a suggestion would be a guess
@@ -30,10 +31,21 @@ class Key:
     """
 
     name: str  # dotted, e.g. "optimizer.lr"; top-level keys have no dot
-    optional: bool  # accepts None
-    is_string: bool  # takes strings only, apart from None
+    kinds: frozenset[
+        type
+    ]  # plain types of its values: int, float, bool, str, list, tuple, NoneType
     required: bool
     default: Any
+
+    @property
+    def optional(self) -> bool:
+        """True if it may be None."""
+        return NoneType in self.kinds
+
+    @property
+    def is_string(self) -> bool:
+        """True if it takes strings only, apart from None."""
+        return self.kinds - {NoneType} == {str}
 
 
 @cache
@@ -92,6 +104,35 @@ def toml_value(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
+def suggestion(name: str) -> tuple[list[str], str]:
+    """The keys that an unknown dotted name most likely means, and the advice in words.
+
+    A word of another framework is translated (config/frameworks.py), any other is compared with all
+    keys by its spelling.
+    """
+    foreign = find_foreign(name)
+    if foreign is not None and ("." in foreign.word or not _same_spelling(name)):
+        return ([] if foreign.setting is None else [foreign.setting]), foreign.advice
+    near = nearest(name)
+    section = name.rpartition(".")[0]
+    if near:
+        return near, f"did you mean {' or '.join(near)}?"
+    if section in sections():
+        return [], f"[{section}] has {', '.join(section_keys(section))}"
+    return [], f"sections are {', '.join(sections())}"
+
+
+def flag_problem(flag: str) -> str | None:
+    """The message about a setting, of this or another framework, written as --flag; else None."""
+    name = flag.lstrip("-").partition("=")[0]
+    if same := _same_spelling(name):
+        return f"--{name} is no option; write {' or '.join(f'{key}=VALUE' for key in same)}"
+    foreign = find_foreign(name)
+    if foreign is None:
+        return None
+    return f"--{name} is no option; {foreign.advice}; settings are written section.key=VALUE"
+
+
 def nearest(name: str) -> list[str]:
     """The keys that a misspelt dotted name most likely means, best first; empty if none is close.
 
@@ -99,13 +140,9 @@ def nearest(name: str) -> list[str]:
     most similar spelling, where its own section comes before others.
     """
     section, _, leaf = _normal(name).rpartition(".")
-    exact = [key for key in keys() if _squash(key) == _squash(_normal(name))]
-    elsewhere = [key for key in keys() if _squash(key.rpartition(".")[2]) == _squash(leaf)]
-    if exact or elsewhere:
-        return exact or elsewhere
     scored = [(_likeness(section, leaf, key), key) for key in keys()]
     best = max(score for score, _ in scored)
-    return [key for score, key in scored if score == best >= NEAR_ENOUGH]
+    return _same_spelling(name) or [key for score, key in scored if score == best >= NEAR_ENOUGH]
 
 
 def nearest_section(name: str) -> str | None:
@@ -134,26 +171,31 @@ def _sections_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, typ
 
 def _key(model: type[BaseModel], prefix: str, name: str) -> Key:
     info = model.model_fields[name]
-    kinds = set(_kinds(info.annotation))
-    return Key(
-        name=prefix + name,
-        optional=NoneType in kinds,
-        is_string=kinds - {NoneType} == {str},
-        required=info.is_required(),
-        default=None if info.is_required() else info.default,
-    )
+    required = info.is_required()
+    kinds = frozenset(_kinds(info.annotation))
+    return Key(prefix + name, kinds, required, None if required else info.default)
 
 
 def _kinds(annotation: Any) -> Iterator[type]:
     """The plain types an annotation accepts: members of a union, types of a Literal's values."""
-    if isinstance(annotation, type) and not get_args(annotation):
-        yield annotation
-        return
-    for part in get_args(annotation):
-        if isinstance(part, type) or get_args(part):
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        yield from map(type, parts)
+    elif origin in (Union, UnionType):
+        for part in parts:
             yield from _kinds(part)
-        else:
-            yield type(part)
+    elif origin is Annotated:
+        yield from _kinds(parts[0])
+    else:
+        yield origin or annotation
+
+
+def _same_spelling(name: str) -> list[str]:
+    """Keys that differ from a name in hyphens and case only, or, if none, in the section too."""
+    wanted = _squash(_normal(name))
+    leaf = wanted.rpartition(".")[2]
+    exact = [key for key in keys() if _squash(key) == wanted]
+    return exact or [key for key in keys() if _squash(key.rpartition(".")[2]) == leaf]
 
 
 def _normal(name: str) -> str:

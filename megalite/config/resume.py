@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from megalite.config.names import keys, nearest
+from megalite.config.names import keys, suggestion
 from megalite.errors import CheckpointError, ConfigError
 
 Change = Literal["free", "accept", "never"]
@@ -91,9 +91,7 @@ def _problem(name: str) -> str | None:
     if name in (DATA, ALL_LISTED):
         return None
     if name not in keys():
-        near = nearest(name)
-        hint = f"did you mean {' or '.join(near)}?" if near else "give a setting such as train.seed"
-        return f"--accept {name}: no such setting; {hint}"
+        return f"--accept {name}: no such setting; {suggestion(name)[1]}"
     if may_change(name) == "never":
         return f"--accept {name}: cannot change within a run; start a run with another name"
     return None

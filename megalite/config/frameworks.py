@@ -1,0 +1,68 @@
+"""Words of other frameworks, and the setting that stands for each here, if there is one.
+
+The table is frameworks.toml beside this file, the only one. It is read when a message needs it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+# Words differ in these ends only: tensor_parallel_size here, tensor_parallel_degree there.
+_ENDS = ("_size", "_degree")
+
+
+@dataclass(frozen=True)
+class ForeignWord:
+    """A setting of another framework, and what to write for it.
+
+    setting: the name that means the same here, None if there is none. note: what differs, or what
+    megalite does not have and has instead.
+    """
+
+    framework: str
+    word: str
+    setting: str | None
+    note: str
+
+    @property
+    def advice(self) -> str:
+        """The end of a message about the word: "that is train.steps here"."""
+        if self.setting is None:
+            return f"megalite has no {self.note}"
+        return f"that is {self.setting} here{f' ({self.note})' if self.note else ''}"
+
+
+@cache
+def foreign_words() -> tuple[ForeignWord, ...]:
+    """The whole table, by framework."""
+    path = Path(__file__).with_name("frameworks.toml")
+    tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    return tuple(
+        ForeignWord(framework, word, setting or None, note.strip())
+        for framework, rows in tree.items()
+        for word, (setting, _, note) in ((word, row.partition(":")) for word, row in rows.items())
+    )
+
+
+def find_foreign(name: str) -> ForeignWord | None:
+    """The row of a dotted name, written with hyphens or underscores; None if it is no known word.
+
+    A word with its section comes first, then the word in any section, then one without its "_size",
+    and last a section of something that megalite does not have.
+    """
+    name = name.strip().lower().replace("-", "_")
+    section, _, leaf = name.rpartition(".")
+    by_word = {row.word: row for row in reversed(foreign_words())}
+    stems = {_stem(word): row for word, row in by_word.items()}
+    found = by_word.get(name) or by_word.get(leaf) or stems.get(_stem(leaf))
+    whole = by_word.get(section.partition(".")[0])
+    return found or (whole if whole is not None and whole.setting is None else None)
+
+
+def _stem(word: str) -> str:
+    for end in _ENDS:
+        word = word.removesuffix(end)
+    return word

@@ -1,0 +1,298 @@
+"""Typical mistakes, and words of other frameworks: each is answered by a line that says what to
+write, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megalite.cli.main import app
+from megalite.config.frameworks import find_foreign, foreign_words
+from megalite.config.load import load_config
+from megalite.config.names import keys
+from tests.cli.test_main import RUN
+
+# what is given on the command line -> the line that answers it
+MISTAKES = {
+    # words of other frameworks, in any section or none
+    "train.batch_size=4": (
+        "unknown key train.batch_size (override); that is train.global_batch here"
+    ),
+    "training.local_batch_size=4": (
+        "unknown key training.local_batch_size (override); that is train.micro_batch here "
+        "(sequences of a microbatch; train.global_batch is the step's)"
+    ),
+    "parallel.tensor_parallel=2": (
+        "unknown key parallel.tensor_parallel (override); that is parallel.tp here"
+    ),
+    "parallelism.pipeline_parallel_degree=2": (
+        "unknown key parallelism.pipeline_parallel_degree (override); that is parallel.pp here"
+    ),
+    "parallel.ep=2": (
+        "unknown key parallel.ep (override); megalite has no expert parallelism yet"
+    ),
+    "parallel.cp=2": (
+        "unknown key parallel.cp (override); megalite has no context parallelism yet; "
+        "parallel.sequence_parallel cuts activations over tp"
+    ),
+    "model.num_experts=8": (
+        "unknown key model.num_experts (override); megalite has no mixtures of experts yet"
+    ),
+    "optimizer.learning_rate=1e-3": (
+        "unknown key optimizer.learning_rate (override); that is optimizer.lr here"
+    ),
+    "learning-rate=1e-3": "unknown key learning-rate (override); that is optimizer.lr here",
+    "train.epochs=3": (
+        "unknown key train.epochs (override); megalite has no epochs; give train.steps or "
+        "train.tokens"
+    ),
+    "gradient_accumulation_steps=8": (
+        "unknown key gradient_accumulation_steps (override); megalite has no setting for it; it is "
+        "train.global_batch / (train.micro_batch x parallel.dp)"
+    ),
+    "per_device_train_batch_size=2": (
+        "unknown key per_device_train_batch_size (override); that is train.micro_batch here"
+    ),
+    "zero_optimization.stage=1": (
+        "unknown key zero_optimization.stage (override); that is optimizer.zero here (0 or 1)"
+    ),
+    "bf16.enabled=true": (
+        "unknown key bf16.enabled (override); that is train.dtype here (bfloat16)"
+    ),
+    "trainer.precision=bf16-mixed": (
+        "unknown key trainer.precision (override); that is train.dtype here (float32, bfloat16, "
+        "float16 or float64)"
+    ),
+    "trainer.max_epochs=1": (
+        "unknown key trainer.max_epochs (override); megalite has no epochs; give train.steps or "
+        "train.tokens"
+    ),
+    "activation_checkpoint.mode=full": (
+        "unknown key activation_checkpoint.mode (override); that is train.recompute here (none, "
+        "selective, full or stage)"
+    ),
+    "model.intermediate_size=64": (
+        "unknown key model.intermediate_size (override); that is model.ffn_hidden_size here"
+    ),
+    "model.num_attention_heads=4": (
+        "unknown key model.num_attention_heads (override); that is model.num_heads here"
+    ),
+    "tokens.batch_accumulation_per_replica=4": (
+        "unknown key tokens.batch_accumulation_per_replica (override); megalite has no setting for "
+        "it; it is train.global_batch / (train.micro_batch x parallel.dp)"
+    ),
+    "float8.enable_fsdp_float8_all_gather=true": (
+        "unknown key float8.enable_fsdp_float8_all_gather (override); megalite has no FP8 yet; "
+        "train.dtype=bfloat16"
+    ),
+    "max_grad_norm=1.0": "unknown key max_grad_norm (override); that is optimizer.clip_grad here",
+    # the same written as options
+    "--tensor-model-parallel-size=2": (
+        "--tensor-model-parallel-size is no option; that is parallel.tp here; settings are written "
+        "section.key=VALUE"
+    ),
+    "--bf16": (
+        "--bf16 is no option; that is train.dtype here (bfloat16); settings are written "
+        "section.key=VALUE"
+    ),
+    "--lr=1e-3": "--lr is no option; write optimizer.lr=VALUE",
+    "--train.steps=3": "--train.steps is no option; write train.steps=VALUE",
+    "--micro-batch=2": "--micro-batch is no option; write train.micro_batch=VALUE",
+    # misspelt, or in the wrong section
+    "lr=1e-3": "unknown key lr (override); did you mean optimizer.lr?",
+    "train.stpes=3": "unknown key train.stpes (override); did you mean train.steps?",
+    "train.micro-batch=1": (
+        "unknown key train.micro-batch (override); did you mean train.micro_batch?"
+    ),
+    "train.seq_length=16": "unknown key train.seq_length (override); did you mean data.seq_length?",
+    # values in another form
+    "train.steps=3.0": "train.steps=3.0 (override) needs an integer; write 3",
+    "train.steps=1,000": 'train.steps="1,000" (override) needs an integer; write 1000',
+    "train.tokens=10B": 'train.tokens="10B" (override) needs an integer; write 10e9',
+    "train.tokens=1.5e0": "train.tokens=1.5 (override) needs an integer",
+    "train.steps=none": 'train.steps="none" (override) needs an integer',
+    'train.steps="3"': (
+        'train.steps="3" (override) needs an integer; write it without quotes: 3'
+    ),
+    "train.deterministic=yes": (
+        'train.deterministic="yes" (override) needs true or false; write true'
+    ),
+    "train.deterministic=0": "train.deterministic=0 (override) needs true or false; write false",
+    "train.dtype=bf16": (
+        "train.dtype=\"bf16\" (override) needs 'float32', 'bfloat16', 'float16' or 'float64'; did "
+        "you mean bfloat16?"
+    ),
+    "optimizer.lr=3e-4x": 'optimizer.lr="3e-4x" (override) needs a number',
+    "parallel.stage_layers=2": (
+        "parallel.stage_layers=2 (override) needs a list, for example [1, 2]"
+    ),
+    "data.split=90/10": (
+        "data.split=\"90/10\" (override) has '90/10', which is no number; use for example "
+        '[0.98, 0.02], "98,2" or "969,30,1"'
+    ),
+    "data.path=corpus.bin": (
+        'data.path="corpus.bin" (override) names the pair PREFIX.bin, PREFIX.idx; write \'corpus\''
+    ),
+    "out=~nobody-of-this-name/runs": (
+        'out="~nobody-of-this-name/runs" (override) names no user\'s home; write the whole path'
+    ),
+    "train.steps": "override train.steps has no value; write section.key=VALUE",
+    "model=llama": "override model names a section; write model.KEY=VALUE",
+    # values that do not fit
+    "train.steps=-1": "train.steps=-1 (override) needs to be at least 0",
+    "train.global_batch=3 train.micro_batch=2": (
+        "train.global_batch=3 is not divisible by train.micro_batch=2 x parallel.dp=1 = 2; "
+        "use train.global_batch=2 or 4, or train.micro_batch=1"
+    ),
+    "parallel.tp=3": (
+        "parallel.tp=3 does not divide model.num_heads=4; use parallel.tp=1, 2 or 4"
+    ),
+}  # fmt: skip
+
+# a line of a file -> the start of the answer, after the file's name
+LINES = {
+    "bf16 = True": ", line 1: 'bf16 = True': Invalid value; write bf16 = true",
+    "clip_grad = None": ", line 1: 'clip_grad = None': Invalid value; write clip_grad = \"none\"",
+    "lr = .001": ", line 1: 'lr = .001': Invalid value; write lr = 0.001",
+    "dtype = bfloat16": ", line 1: 'dtype = bfloat16': Invalid value; write dtype = \"bfloat16\"",
+    "lr: 0.001": (
+        ", line 1: 'lr: 0.001': Expected '=' after a key in a key/value pair; write lr = 0.001"
+    ),
+}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+@pytest.mark.parametrize(("given", "line"), MISTAKES.items())
+def test_a_mistake_is_answered_by_what_to_write(run_file: Path, given: str, line: str) -> None:
+    result = CliRunner().invoke(app, ["train", str(run_file), "--local", *given.split(" ")])
+    assert result.exit_code == 2
+    assert f"error: {line}" in result.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("text", "answer"), LINES.items())
+def test_a_line_that_is_no_toml_is_answered_by_what_to_write(
+    tmp_path: Path, text: str, answer: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text + "\n")
+    result = CliRunner().invoke(app, ["train", str(path)])
+    assert result.stderr == f"error: {path}{answer}\n"
+
+
+def test_a_config_that_is_no_toml_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "llama.yaml"
+    path.write_text("model:\n  hidden_size: 32\n")
+    result = CliRunner().invoke(app, ["train", str(path)])
+    assert result.stderr == (
+        f"error: {path}: a config is a TOML file; write [section] and key = value below it\n"
+    )
+
+
+def test_a_file_of_another_framework_is_answered_key_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "titan.toml"
+    path.write_text(
+        RUN + "[training]\nlocal_batch_size = 8\nseq_len = 16\nsteps = 3\n"
+        "[parallelism]\ntensor_parallel_degree = 2\n[metrics]\nlog_freq = 10\n"
+        '[float8]\nrecipe_name = "rowwise"\n[optimiser]\nlr = 1\n'
+    )
+    found = CliRunner().invoke(app, ["train", str(path)]).stderr.splitlines()
+    assert found == [
+        f"error: unknown key training.local_batch_size ({path}); that is train.micro_batch here "
+        "(sequences of a microbatch; train.global_batch is the step's)",
+        f"error: unknown key training.seq_len ({path}); that is data.seq_length here",
+        f"error: unknown key training.steps ({path}); did you mean train.steps?",
+        f"error: unknown key parallelism.tensor_parallel_degree ({path}); that is parallel.tp here",
+        f"error: unknown key metrics.log_freq ({path}); that is log.interval here",
+        f"error: unknown key float8.recipe_name ({path}); megalite has no FP8 yet; "
+        "train.dtype=bfloat16",
+        f"error: unknown section [optimiser] ({path}); did you mean [optimizer]?",
+    ]
+
+
+def test_options_of_other_frameworks_are_answered_all_at_once(run_file: Path) -> None:
+    flags = ["--num-layers", "2", "--micro-batch-size", "4", "--train-iters", "10", "--local"]
+    result = CliRunner().invoke(app, ["train", str(run_file), *flags])
+    assert [line.split(";")[0] for line in result.stderr.splitlines()] == [
+        "error: --num-layers is no option",
+        "error: --micro-batch-size is no option",
+        "error: --train-iters is no option",
+    ]
+
+
+def test_every_mistake_is_answered_without_torch(run_file: Path) -> None:
+    code = f"""
+import sys
+from megalite.cli.main import app
+for given in {list(MISTAKES)!r}:
+    try:
+        app(["train", {str(run_file)!r}, "--local", *given.split(" ")])
+    except SystemExit as stop:
+        print(stop.code, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2 False\n" * len(MISTAKES), done.stderr
+    assert len(MISTAKES) + len(LINES) >= 40
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("train.tokens=1e10", 10_000_000_000),
+        ("train.tokens=1.5e3", 1500),
+        ("train.steps=1_000", 1000),
+        ("train.steps=2E1", 20),
+        ("optimizer.lr=.001", 0.001),
+        ("optimizer.lr=1.", 1.0),
+        ("optimizer.lr=1e0", 1.0),
+        ("train.deterministic=True", True),
+        ("optimizer.clip_grad=None", None),
+        ("optimizer.clip_grad=NULL", None),
+        ("parallel.stage_layers=(3,5)", [3, 5]),
+        ("parallel.stage_layers=3,5", [3, 5]),
+        ("data.split=(0.9, 0.1)", (0.9, 0.1)),
+        ("data.split=98,2", (98.0, 2.0)),
+        ("log.wandb.tags=[a,b]", ["a", "b"]),
+        ("log.wandb.tags=['a', \"b\"]", ["a", "b"]),
+        ("data.path=1e3", "1e3"),
+        ("name=1_0", "1_0"),
+    ],
+)
+def test_a_value_that_can_only_mean_one_thing_is_taken(
+    run_file: Path, override: str, value: object
+) -> None:
+    node = load_config(run_file, [override]).config
+    for part in override.partition("=")[0].split("."):
+        node = getattr(node, part)
+    assert node == value
+    assert type(node) is type(value)
+
+
+def test_whole_numbers_in_exponent_form_are_integers_in_files_too(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("steps = 3", "tokens = 1e10\nloss_spike_window = 1e2"))
+    train = load_config(run_file).config.train
+    assert (train.tokens, train.loss_spike_window) == (10**10, 100)
+    run_file.write_text(RUN.replace("steps = 3", "tokens = 1e400"))
+    result = CliRunner().invoke(app, ["train", str(run_file)])
+    assert "error: train.tokens=inf" in result.stderr
+
+
+def test_the_table_of_words_names_settings_that_exist() -> None:
+    words = foreign_words()
+    assert len({row.word for row in words}) >= 60
+    for row in words:
+        assert row.setting is None or row.setting in keys(), row
+        assert row.setting is not None or row.note, row
+        assert row.word not in keys(), row
+        found = find_foreign(row.word)
+        assert found is not None
+        assert (found.setting is None) == (row.setting is None), row
