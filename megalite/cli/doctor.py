@@ -9,12 +9,16 @@ from typing import Annotated
 
 import typer
 
+from megalite.cli.options import AsJson, path
+
 _MARKS = {"ok": "ok", "warning": "warn", "missing": "MISS"}
 
 
 def doctor(
-    out: Annotated[str, typer.Option(help="Folder that run folders would go to.")] = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    out: Annotated[
+        str, typer.Option(parser=path, help="Folder that run folders would go to.")
+    ] = "runs",
+    as_json: AsJson = False,
 ) -> None:
     """Say whether this machine can train, and what is missing; exit code 1 if it cannot."""
     from megalite.record.doctor import examine, exit_code

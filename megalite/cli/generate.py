@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalite.cli.options import path
 from megalite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 1.0
 
 def generate(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")
+        str,
+        typer.Argument(metavar="RUN", parser=path, help="A run folder, or one of its checkpoints."),
     ],
     prompt: Annotated[
         str | None, typer.Option(help=f"Text to continue (default: {_PROMPT!r}).")
@@ -28,6 +30,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="FILE",
+            parser=path,
             help="Texts to continue: one a line, or JSON lines with a key prompt (.jsonl). "
             "Prints JSON lines; text number i is drawn with seed + i.",
         ),
@@ -115,19 +118,19 @@ def _problems(
     return problems
 
 
-def _read(path: Path) -> list[str]:
+def _read(file: Path) -> list[str]:
     """The prompts of a file, one a line; blank lines are left out."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompts={path} cannot be read: {error}") from None
+        raise DataError(f"--prompts={file} cannot be read: {error}") from None
     texts = [
-        _prompt_of(line, f"{path}, line {number}") if path.suffix == ".jsonl" else line
+        _prompt_of(line, f"{file}, line {number}") if file.suffix == ".jsonl" else line
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
     if not texts:
-        raise DataError(f"--prompts={path} holds no prompt; write one a line")
+        raise DataError(f"--prompts={file} holds no prompt; write one a line")
     return texts
 
 

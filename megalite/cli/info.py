@@ -10,29 +10,33 @@ from typing import Annotated, Any
 import typer
 
 from megalite.cli.formatting import short_count
+from megalite.cli.options import AsJson, path
 from megalite.errors import DataError
 
 _MIB = 2**20
 
 
 def info(
-    path: Annotated[
-        str, typer.Argument(metavar="RUN|CKPT|DATA", help="A run, a checkpoint, or a PREFIX.")
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CKPT|DATA", parser=path, help="A run, a checkpoint, or a PREFIX."
+        ),
     ],
     quick: Annotated[
         bool, typer.Option("--quick", help="Compare the sizes of checkpoint files, not hashes.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a run, a checkpoint or a dataset holds, and whether it is sound."""
-    if not _exists(path):
+    if not _exists(name):
         raise DataError(
-            f"{path} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
+            f"{name} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
         )
     from megalite.record.records import plain
     from megalite.train.info import describe
 
-    found = describe(Path(path), verify=not quick)
+    found = describe(Path(name), verify=not quick)
     if as_json:
         typer.echo(json.dumps(plain(found), indent=2, allow_nan=False))
         return
@@ -41,10 +45,10 @@ def info(
         typer.echo(line)
 
 
-def _exists(path: str) -> bool:
+def _exists(name: str) -> bool:
     """True if a file, a folder or a dataset of this name exists. Needs no torch."""
-    stem = path.removesuffix(".bin").removesuffix(".idx")
-    return any(Path(name).exists() for name in (path, f"{stem}.bin", f"{stem}.idx"))
+    stem = name.removesuffix(".bin").removesuffix(".idx")
+    return any(Path(file).exists() for file in (name, f"{stem}.bin", f"{stem}.idx"))
 
 
 def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from megalite.cli.options import file
 from megalite.errors import ScheduleError
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
 from megalite.schedules.action import BACKWARD
@@ -51,11 +52,19 @@ def schedule(
     ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="A table of all NAMEs.")] = False,
     unit: Annotated[float | None, typer.Option(help="Time of a column of the picture.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write it as a page that zooms.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write it as a bitmap.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the schedule as a CSV.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(parser=file, help="Write the picture to this file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(parser=file, help="Write it as a page that zooms.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(parser=file, help="Write it as a bitmap.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(parser=file, help="Write a trace for Perfetto.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(parser=file, help="Write the schedule as a CSV.")
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="A run's config: its stages, their modelled times, its schedule."),
@@ -65,7 +74,8 @@ def schedule(
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of --config; repeatable."),
     ] = None,
     from_run: Annotated[
-        Path | None, typer.Option(help="A run folder: its recorded step beside the simulated one.")
+        Path | None,
+        typer.Option(parser=file, help="A run folder: its recorded step beside the simulated one."),
     ] = None,
 ) -> None:
     """Draw a pipeline schedule, or compare several: bubble, memory, messages."""

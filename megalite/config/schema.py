@@ -6,6 +6,7 @@ size (checks.settings), does not spread layers over stages (run.stages). Knows n
 
 from __future__ import annotations
 
+from os.path import expanduser
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -211,13 +212,21 @@ class OptimizerConfig(Section):
         return value
 
 
+def _from_home(value: str) -> str:
+    path = expanduser(value)
+    if path.startswith("~"):
+        raise ValueError("names no user's home; write the whole path")
+    return path
+
+
 def _prefix(value: str) -> str:
     if value.endswith((".bin", ".idx")):
         raise ValueError(f"names the pair PREFIX.bin, PREFIX.idx; write {value[:-4]!r}")
     return value
 
 
-Prefix = Annotated[str, Field(min_length=1), AfterValidator(_prefix)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_from_home)]  # ~ is expanded
+Prefix = Annotated[PathText, AfterValidator(_prefix)]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
@@ -234,7 +243,7 @@ class DataConfig(Section):
 
     path: Prefix | None = None  # PREFIX of PREFIX.bin and PREFIX.idx
     sources: list[SourceConfig] = []  # a blend, instead of path
-    tokenizer: str | None = Field(default=None, min_length=1)  # sentencepiece, generated samples
+    tokenizer: PathText | None = None  # sentencepiece, generated samples
     seq_length: int = Field(ge=1, le=2**31 - 1)
     # train, validation and perhaps test: shares of each source's token stream; also "969,30,1"
     split: tuple[float, ...] = (0.98, 0.02)
@@ -307,7 +316,7 @@ class CheckpointConfig(Section):
     interval: int = Field(default=0, ge=0)
     resume: Literal["auto", "never", "must"] = "auto"
     # run or checkpoint folder whose weights a new run starts from, with a fresh optimizer
-    load_weights: str | None = Field(default=None, min_length=1)
+    load_weights: PathText | None = None
 
 
 class WandbConfig(Section):
@@ -329,7 +338,7 @@ class LogConfig(Section):
     format: Literal["megalite", "megatron"] = "megalite"  # of console lines
     # steps; 0: never; past the end: reported at the start
     param_stats_interval: int = Field(default=0, ge=0)
-    hardware: str | None = Field(default=None, min_length=1)  # file with the device's peak
+    hardware: PathText | None = None  # file with the device's peak
     tensorboard: bool = False
     wandb: WandbConfig = WandbConfig()
 
@@ -351,7 +360,7 @@ class RunConfig(Section):
 
     # a folder name below `out`, so no separators and no leading dot
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
-    out: str = Field(default="runs", min_length=1)  # folder that holds the run folders
+    out: PathText = "runs"  # folder that holds the run folders
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()

@@ -13,6 +13,7 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 from megalite.errors import ScheduleError
@@ -78,6 +79,7 @@ def read_csv(text: str) -> Schedule:
 
 def load_csv(path: str) -> Schedule:
     """The schedule of a file. Raises ScheduleError naming the file, and line and cell in it."""
+    path = expanduser(path)
     try:
         return read_csv(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:

@@ -96,7 +96,9 @@ def values_text(info: FieldInfo) -> str:
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
+        return tuple(part for kind in typing.get_args(annotation) for part in alternatives(kind))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return alternatives(typing.get_args(annotation)[0])
     return (annotation,)
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalite.cli.options import path
+
 if TYPE_CHECKING:
     from megalite.data.inspection import Inspection
 
@@ -13,9 +15,12 @@ BAR_CHARS = 40
 
 
 def inspect(
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="A dataset: PREFIX.bin, .idx.")],
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", parser=path, help="A dataset: PREFIX.bin, .idx.")
+    ],
     tokenizer: Annotated[
-        str | None, typer.Option(help="Sentencepiece model to decode with (default: its own).")
+        str | None,
+        typer.Option(parser=path, help="Sentencepiece model to decode with (default: its own)."),
     ] = None,
     documents: Annotated[int, typer.Option(help="How many documents to show.")] = 3,
     tokens: Annotated[int, typer.Option(help="How much of each to show.")] = 64,

@@ -6,11 +6,18 @@ from typing import Annotated
 
 import typer
 
+from megalite.cli.options import path
+
 
 def merge(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="PREFIX of the files to make.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", parser=path, help="PREFIX of the files to make.")
+    ],
     prefixes: Annotated[
-        list[str], typer.Argument(metavar="PREFIX...", help="Datasets, in the order to join them.")
+        list[str],
+        typer.Argument(
+            metavar="PREFIX...", parser=path, help="Datasets, in the order to join them."
+        ),
     ],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a dataset of this name.")

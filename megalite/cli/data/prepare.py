@@ -15,6 +15,7 @@ from megalite.cli.data.tokenizer import (
     tokenizer,
     training,
 )
+from megalite.cli.options import path
 
 if TYPE_CHECKING:
     from megalite.corpus.prepare import PrepareReport
@@ -29,13 +30,18 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
+            parser=path,
             help="Folder of text, JSONL or parquet files, one such file (.jsonl, .jsonl.gz, "
-            ".jsonl.zst, .parquet, .txt, ...), or the word builtin: this Python's standard library."
+            ".jsonl.zst, .parquet, .txt, ...), or the word builtin: this Python's standard "
+            "library.",
         ),
     ],
-    out: Annotated[str, typer.Option(help="PREFIX of the .bin, .idx and .json files.")],
+    out: Annotated[
+        str, typer.Option(parser=path, help="PREFIX of the .bin, .idx and .json files.")
+    ],
     tokenizer: Annotated[
-        str | None, typer.Option(help="Sentencepiece model to use; or train one: --vocab-size.")
+        str | None,
+        typer.Option(parser=path, help="Sentencepiece model to use; or train one: --vocab-size."),
     ] = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Train a tokenizer of this size, saved as PREFIX.model.")

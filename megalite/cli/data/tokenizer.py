@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalite.cli.options import path
+
 if TYPE_CHECKING:
     from megalite.corpus.documents import CorpusReport
     from megalite.corpus.tokenizer_training import TrainReport
@@ -30,10 +32,13 @@ def tokenizer(
     source: Annotated[
         str,
         typer.Argument(
-            help="Folder of text, JSONL or parquet files, one such file, or the word builtin."
+            parser=path,
+            help="Folder of text, JSONL or parquet files, one such file, or the word builtin.",
         ),
     ],
-    out: Annotated[str, typer.Option(help="The file to write, such as data/tokenizer.model.")],
+    out: Annotated[
+        str, typer.Option(parser=path, help="The file to write, such as data/tokenizer.model.")
+    ],
     vocab_size: Annotated[int, typer.Option(help="Entries, with 4 control ids and 256 bytes.")],
     model_type: Annotated[
         ModelTypeName, typer.Option(help="Kind of tokenizer.")
