@@ -52,7 +52,7 @@ def reload(config: RunConfig, folder: Path) -> RunConfig:
         small(model={"rope_theta": 1e22, "num_kv_heads": 2}),
         small(
             data={
-                "sources": [{"path": "a/web", "weight": 1e-9}, {"path": "b", "name": "code"}],
+                "sources": [{"path": "a/web", "weight": 2e-5}, {"path": "b", "name": "code"}],
                 "split": "969,30,1",
             },
             eval={"interval": 3, "sets": [{"name": "books", "path": "c"}]},
