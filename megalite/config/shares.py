@@ -64,6 +64,13 @@ def blend_parts(weights: Sequence[Fraction | int]) -> list[int]:
     return [part // gcd(*parts) for part in parts]
 
 
+def blend_is_exact(weights: Sequence[Fraction]) -> bool:
+    """True if `blend_parts` rounds none of the weights."""
+    parts, total = blend_parts(weights), sum(weights)
+    whole = sum(parts)
+    return all(w * whole == part * total for w, part in zip(weights, parts, strict=True))
+
+
 def apportion(weights: Sequence[Fraction | int], whole: int) -> list[int]:
     """Whole numbers of sum `whole` by weight, each within one of its exact share.
 

@@ -64,22 +64,32 @@ class Batches:
         self.seq_length = seq_length
         self.document_masks = document_masks
         self.vocab_size = vocab_size
-        self.blend = Blend(weights)
         assert not once or len(self.spans) == 1, "a pass is over one source"
 
         # An order needs at least one sample, which a source of weight 0 may lack: it has no order.
         for span, weight in zip(self.spans, weights, strict=True):
             if weight:
                 span.require_samples(seq_length)
-        counts = [span.num_samples(seq_length) for span in self.spans]
-        self.orders: list[SampleOrder | None] = [
-            SampleOrder(counts[number], source_seed(seed, number), shuffle) if weight else None
-            for number, weight in enumerate(weights)
-        ]
+        self._weights, self._seed, self._shuffle = weights, seed, shuffle
+        self._num_samples = [span.num_samples(seq_length) for span in self.spans]
+        self.begin_at(0, range(len(weights)), [0] * len(weights))
 
         # Sample ids count through all sources, so one number names a sample of the run.
-        self._first_id = np.cumsum([0, *counts])
-        self._end = sum(counts) if once else None
+        self._first_id = np.cumsum([0, *self._num_samples])
+        self._end = self.num_samples if once else None
+
+    def begin_at(self, first_sample: int, shuffles: Sequence[int], before: Sequence[int]) -> None:
+        """Begin the blend at a sample of the run, `before` which so many of each source were taken.
+
+        shuffles: the number of each source's shuffle, by which sources of one size differ.
+        """
+        self.blend = Blend(self._weights, first_sample, before)
+        self._orders = [
+            SampleOrder(count, source_seed(self._seed, number), self._shuffle) if weight else None
+            for count, number, weight in zip(
+                self._num_samples, shuffles, self._weights, strict=True
+            )
+        ]
 
     @property
     def num_samples(self) -> int:
@@ -120,7 +130,7 @@ class Batches:
         source, number = self.blend.at(first, count)
         sample = np.empty(count, dtype=np.int64)
         for index in np.unique(source).tolist():
-            chosen, order = source == index, self.orders[index]
+            chosen, order = source == index, self._orders[index]
             assert order is not None
             # The blend numbers a source's samples in order, so these are a contiguous range.
             mine = number[chosen]

@@ -29,24 +29,33 @@ class Places(NamedTuple):
 
 
 class Blend:
-    """The order of sources for weights of any sum; a source of weight 0 never occurs."""
+    """The order of sources for weights of any sum; a source of weight 0 never occurs.
 
-    def __init__(self, weights: Sequence[Fraction | int]) -> None:
+    It begins at the run's sample `start`, `before` which each source has given so many.
+    """
+
+    def __init__(
+        self, weights: Sequence[Fraction | int], start: int = 0, before: Sequence[int] = (0,)
+    ) -> None:
         self._parts = np.array(blend_parts(weights), dtype=np.int64)
         self._period = _earliest_deadlines(self._parts)
+        self._start = start
+        self._before = np.broadcast_to(np.array(before, dtype=np.int64), self._parts.shape)
 
     def at(self, first: int, count: int) -> Places:
         """Source and number of the samples first .. first + count - 1 of the run."""
-        wanted = np.arange(first, first + count, dtype=np.int64)
+        assert first >= self._start
+        wanted = np.arange(first, first + count, dtype=np.int64) - self._start
         periods, places = np.divmod(wanted, len(self._period.source))
         source = self._period.source[places]
-        return Places(source, periods * self._parts[source] + self._period.number[places])
+        number = periods * self._parts[source] + self._period.number[places]
+        return Places(source, self._before[source] + number)
 
     def counts(self, n: int) -> list[int]:
         """Samples of each source among the first n."""
-        periods, rest = divmod(n, len(self._period.source))
+        periods, rest = divmod(n - self._start, len(self._period.source))
         begun = np.bincount(self._period.source[:rest], minlength=len(self._parts))
-        counts: list[int] = (periods * self._parts + begun).tolist()
+        counts: list[int] = (self._before + periods * self._parts + begun).tolist()
         return counts
 
 

@@ -18,6 +18,7 @@ from megalite.config.inputs import sources
 from megalite.config.meaning import same_meaning
 from megalite.config.names import keys, toml_value, value_of
 from megalite.config.resume import ALL_LISTED, DATA, HORIZON, Change, may_change
+from megalite.config.shares import MAX_PARTS
 from megalite.data.fingerprint import WHOLE_BYTES
 from megalite.errors import CheckpointError
 from megalite.run.batch_plan import BatchPlan, batch_plan, horizon_steps
@@ -58,20 +59,32 @@ def saved_config(tree: dict[str, Any], where: str) -> RunConfig:
         ) from None
 
 
-def changed_settings(old: RunConfig, new: RunConfig, plan: BatchPlan, step: int) -> list[Changed]:
-    """The settings that differ between a checkpoint of `step` (`old`) and now (`new`, `plan`)."""
-    before, now = _phases(old, batch_plan(old)), _phases(new, plan)
+def changed_settings(
+    old: RunConfig, new: RunConfig, plan: BatchPlan, step: int, has_order: bool = True
+) -> list[Changed]:
+    """The settings that differ between a checkpoint of `step` (`old`) and now (`new`, `plan`).
+
+    has_order: False counts data.sources as changed, since weights are rounded that were not then.
+    """
+    old_plan = batch_plan(old, plan.before(step), step)
+    before, now = _phases(old, old_plan), _phases(new, plan)
     position = step if now.unit == "steps" else plan.first_sample(step) * new.data.seq_length
     rates_change = not _same_rates(before, now, new.optimizer.lr_schedule, position)
     horizon_note = (
         f" (the learning rate's decay ended after {before.end} {before.unit}; to train for longer "
         f"only, keep its curve with optimizer.decay_{before.unit}={before.end})"
     )
+    order_note = (
+        f" (saved by a version that did not round weights to 1/{MAX_PARTS}: its order is not kept; "
+        f"each source goes on behind its share of the {plan.first_sample(step)} samples taken, "
+        "give or take one)"
+    )
     changed = []
     for name in keys():
-        if same_meaning(old, new, name):
+        is_other_order = name == "data.sources" and not has_order
+        if same_meaning(old, new, name) and not is_other_order:
             continue
-        needs, note = may_change(name), ""
+        needs, note = may_change(name), order_note if is_other_order else ""
         if name in HORIZON and rates_change:
             needs, note = "accept", horizon_note
         elif name in HORIZON:

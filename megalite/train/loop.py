@@ -83,7 +83,7 @@ class Trainer:
         self.data = on_all_ranks(ranks, lambda: open_data(config))
         require_same_data(self.data, config, mesh)
         self.engine = Engine(config, mesh)
-        self.at = Position(config)
+        self.at = Position(config, self.data)
         self.evaluations = Evaluations(self.engine, self.data.sets, self.at, self.log)
         self.stats = ParamStats(self.engine.optimizer, mesh, config.log.param_stats_interval)
         self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
@@ -287,7 +287,7 @@ class Trainer:
         lines = [
             *run_lines(self.folder, config, size, self.device, memory, ops.name),
             *plain_on_gpu(config, ops, self.mesh.device, self.engine.dtype),
-            *describe_data(config, self.data, at.plan.first_sample(at.total_steps)),
+            *describe_data(config, self.data, at.taken(at.step), at.taken(at.total_steps)),
             *unreached(config, at.total_steps),
         ]
         self.log.open(at.step, at.total_steps, first, lines)

@@ -15,6 +15,7 @@ from megalite.config.resume import DATA, require_resume_mode
 from megalite.errors import CheckpointError
 from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps
 from megalite.train import state
+from megalite.train.blend_position import BlendPosition, resumed_position
 from megalite.train.changes import (
     Changed,
     changed_data,
@@ -29,11 +30,12 @@ from megalite.train.kernel_choice import kernel_notice, kernel_record
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that was loaded, the plan of batches before and after it, and the changes."""
+    """The checkpoint that was loaded, the plan of batches and the blend from it on, the changes."""
 
     path: Path
     step: int
     plan: BatchPlan
+    blend: BlendPosition
     saved: dict[str, Any]  # the trainer's state
     changed: Sequence[Changed]
 
@@ -72,8 +74,9 @@ def resume(
         )
 
     old = saved_config(manifest.config, found.path.name)
+    blend, has_order = resumed_position(saved, old, config, data, plan.first_sample(step))
     changed = [
-        *changed_settings(old, config, plan, step),
+        *changed_settings(old, config, plan, step, has_order),
         *changed_data(saved["data"], data),
     ]
     require_accepted(changed, accept, found.path.name)
@@ -91,4 +94,4 @@ def resume(
     for name in unused(changed, accept):
         report(f"--accept {name}: not changed")
     report(f"resumed from {found.path} at step {step}")
-    return Resumed(found.path, step, plan, saved, changed)
+    return Resumed(found.path, step, plan, blend, saved, changed)

@@ -83,16 +83,22 @@ def open_data(config: RunConfig) -> RunData:
     return RunData(train, tuple(sets), identities)
 
 
-def describe_data(config: RunConfig, data: RunData, samples: int) -> list[str]:
-    """Lines about the data of a run over `samples` samples: one a source, one an evaluation set."""
+def describe_data(
+    config: RunConfig, data: RunData, taken: Sequence[int], at_end: Sequence[int]
+) -> list[str]:
+    """Lines about a run's data: one a source, one an evaluation set.
+
+    taken, at_end: samples of each source that were taken before, and will be at the run's end.
+    """
     lines = []
-    taken = data.train.blend.counts(samples)
-    for source, span, count in zip(sources(config.data), data.train.spans, taken, strict=True):
+    spans = data.train.spans
+    for source, span, before, end in zip(sources(config.data), spans, taken, at_end, strict=True):
         own = span.num_samples(config.data.seq_length)
-        epochs = f" = {count / own:.3g} epochs" if own else ""
+        epochs = f" = {(end - before) / own:.3g} epochs" if own else ""
         lines.append(
             f"data {source.name}: {span.num_tokens} tokens = {own} samples to train on; "
-            f"this run takes {count}{epochs}"
+            + (f"{before} taken before, " if before else "")
+            + f"this run takes {end - before}{epochs}"
         )
     for each in data.sets:
         when = " at the end" if each.at_end else ""

@@ -12,6 +12,8 @@ from megalite.config.names import keys
 from megalite.config.resume import HORIZON, accepted, may_change
 from megalite.distributed.agree import require_same_config
 from megalite.errors import ConfigError, MegaliteError
+from megalite.run.batch_plan import BatchStage, batch_plan
+from megalite.train.changes import changed_settings
 from megalite.train.loop import Trainer
 from tests.pool import RankPool
 from tests.train.kit.runs import GLOBAL_BATCH, LAYOUTS, lines, make_config, train, write_tokens
@@ -139,6 +141,23 @@ def test_a_wsd_plateau_may_be_made_longer_until_it_ends(pool: RankPool, folder: 
     rates = [line["lr"] for line in lines(folder / "run", "step")]
     assert rates[1:8] == [1e-2] * 7
     assert rates[8] < 1e-2
+
+
+def test_the_length_saved_is_that_of_the_batches_the_run_really_had() -> None:
+    """A second change after a changed batch compares the decay with the one that was trained."""
+    tokens: dict[str, Any] = {
+        "train__steps": 0,
+        "train__global_batch": 8,
+        "optimizer__lr_schedule": "cosine",
+    }
+    folder = Path("runs")
+    old = make_config(folder, "run", train__tokens=64 * 16, **tokens)
+    past = [BatchStage(0, 0, 4), BatchStage(4, 16, 8)]  # ten steps, not eight
+    new = make_config(folder, "run", train__tokens=80 * 16, optimizer__decay_steps=10, **tokens)
+    found = changed_settings(old, new, batch_plan(new, past, 6), 6)
+    assert {change.name: change.needs for change in found} == dict.fromkeys(
+        ("train.steps", "train.tokens", "optimizer.decay_steps"), "free"
+    )
 
 
 def agree(ctx: Any, folder: Path, odd_rank: int) -> str:

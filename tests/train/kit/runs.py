@@ -16,6 +16,7 @@ from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.shard_file import DTYPES
 from megalite.checks import check_and_resolve
 from megalite.config import RunConfig
+from megalite.config.resume import accepted
 from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.errors import MegaliteError
 from megalite.layout.topology import Topology
@@ -93,11 +94,11 @@ def world_size(config: RunConfig) -> int:
     return Topology.of(config.parallel).world_size
 
 
-def make_trainer(ctx: Any, config: RunConfig) -> Trainer:
+def make_trainer(ctx: Any, config: RunConfig, accept: str = "") -> Trainer:
     """A trainer as a new process would make it, on the pool's mesh of the config's layout."""
     parallel = config.parallel
     mesh = ctx.mesh(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp)
-    return Trainer(config, mesh)
+    return Trainer(config, mesh, accept=accepted([accept]))
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,15 @@ class Outcome:
     sample_ids: dict[int, list[int]] = field(default_factory=dict)
 
 
-def train(ctx: Any, jobs: Sequence[tuple[RunConfig, int | None]]) -> list[Outcome]:
-    """Runs in a rank: one run after another, each from a new trainer, each until its `stop_at`."""
-    return [train_one(ctx, config, stop_at) for config, stop_at in jobs]
+def train(ctx: Any, jobs: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+    """Runs in a rank: one run after another, each from a new trainer: (config, stop_at, accept)."""
+    return [train_one(ctx, *job) for job in jobs]
 
 
-def train_one(ctx: Any, config: RunConfig, stop_at: int | None = None) -> Outcome:
+def train_one(ctx: Any, config: RunConfig, stop_at: int | None = None, accept: str = "") -> Outcome:
     seen: dict[int, list[int]] = {}
     try:
-        trainer = make_trainer(ctx, config)
+        trainer = make_trainer(ctx, config, accept)
         read = trainer._micro_batches
 
         def listen() -> Any:
