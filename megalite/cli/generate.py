@@ -121,7 +121,8 @@ def _problems(
 def _read(file: Path) -> list[str]:
     """The prompts of a file, one a line; blank lines are left out."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): it also cuts at U+2028 and others, which JSON keeps inside a text.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--prompts={file} cannot be read: {error}") from None
     texts = [
@@ -173,6 +174,11 @@ def _continue(
     completions = []
     for index, text in enumerate(texts):
         ids = tokenizer.encode(text)
+        if (read := tokenizer.decode(ids)) != text:
+            typer.echo(
+                f"warning: tokenizer {tokenizer.path} reads the prompt {text!r} as {read!r}",
+                err=True,
+            )
         added = sample(
             model,
             ids,
@@ -184,5 +190,5 @@ def _continue(
 
         # Decoded together, because a character may consist of tokens of both parts.
         whole = tokenizer.decode(ids + added)
-        completions.append((whole, whole[len(tokenizer.decode(ids)) :]))
+        completions.append((whole, whole[len(read) :]))
     return completions

@@ -101,6 +101,30 @@ def test_prompts_of_a_file_give_json_lines(runs: Path, tmp_path: Path) -> None:
         assert alone.output == record["prompt"] + record["completion"] + "\n"
 
 
+def test_a_line_of_prompts_ends_where_a_file_has_line_ends(runs: Path, tmp_path: Path) -> None:
+    """JSON writers leave U+2028, U+0085 and form feeds as they are inside a text."""
+    prompts = ["a\u2028b", "c\u0085d", "e\x0cf"]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in prompts)
+    )
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    for kind in ("jsonl", "txt"):
+        result = invoke(runs / "tp2", "--prompts", tmp_path / f"prompts.{kind}", "--tokens", 1)
+        assert result.exit_code == 0, result.output
+        found = [json.loads(line)["prompt"] for line in result.output.rstrip("\n").split("\n")]
+        assert found == prompts
+
+
+def test_a_prompt_that_the_tokenizer_changes_is_shown_as_read(runs: Path) -> None:
+    result = invoke(runs / "tp2", "--prompt", "def\u2581f", "--tokens", 1)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("def f")
+    assert result.stderr == (
+        f"warning: tokenizer {runs / 'data.model'} reads the prompt 'def\u2581f' as 'def f'\n"
+    )
+    assert invoke(runs / "tp2", "--prompt", "def \u7231", "--tokens", 1).stderr == ""
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
