@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.store import check_sizes, list_steps, step_of
+from megalite.checkpoint.names import folder_of, is_checkpoint, list_steps, step_name, step_of
+from megalite.checkpoint.store import check_sizes
 from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError
 
 Verify = Literal["sha256", "size"]
 
@@ -49,6 +50,31 @@ def find_latest(
         problems = "\n  ".join(skipped)
         raise CheckpointError(f"no checkpoint in {root} is usable:\n  {problems}")
     return None
+
+
+def find_checkpoint(
+    path: Path, ranks: Ranks | None = None, verify: Verify = "sha256", step: int | None = None
+) -> Checkpoint:
+    """The checkpoint `path`, or that of `step` or the newest sound one in the folder it leads to.
+
+    `path` is a checkpoint, a run, a folder of checkpoints or its `latest` pointer. All ranks call
+    it. Raises CheckpointError, and ConfigError for a step of what is a checkpoint itself.
+    """
+    ranks = ranks or Ranks()
+    is_one, folder = on_first_rank(ranks, lambda: (is_checkpoint(path), str(folder_of(path))))
+    if is_one and step is not None:
+        raise ConfigError(f"step {step} has no effect on {path}, which is a checkpoint itself")
+    if is_one or step is not None:
+        named = path if step is None else Path(folder) / step_name(step)
+        return open_checkpoint(named, ranks, verify)
+    found = find_latest(Path(folder), ranks, verify)
+    if found is None:
+        raise CheckpointError(
+            f"{path} {'holds no checkpoint' if path.is_dir() else 'does not exist'}; give a "
+            "checkpoint, or the folder of a run that has saved (at its end, on a signal, every "
+            "checkpoint.interval steps and interval_s seconds)"
+        )
+    return found
 
 
 def _newest_first(root: Path, ranks: Ranks) -> list[str]:

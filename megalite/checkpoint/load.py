@@ -6,7 +6,7 @@ straight into the piece's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megalite.checkpoint.find import Checkpoint
 from megalite.checkpoint.pieces import NamedPiece
@@ -23,13 +23,13 @@ def load(
     pieces: Sequence[NamedPiece],
     ranks: Ranks | None = None,
     *,
-    allow_unused: bool = False,
+    whole_kinds: Collection[str] | None = None,
 ) -> None:
     """Fill every piece (owner or not) from an opened checkpoint. All ranks call it.
 
     Raises CheckpointError, the same on all ranks: before anything is written, for a tensor that is
-    missing or has another shape or dtype, and, unless `allow_unused` (loading weights only), for
-    tensors of the checkpoint that no rank asks for; later for a file that cannot be read, by name.
+    missing or has another shape or dtype, and for tensors of the checkpoint that no rank asks for,
+    of all kinds or of `whole_kinds` alone; later for a file that cannot be read, by name.
     """
     ranks = ranks or Ranks()
     doing = f"loading {checkpoint.path.name}"
@@ -37,8 +37,7 @@ def load(
     # Everything is checked on all ranks before the first read: no piece is filled when one fails.
     plan = on_all_ranks(ranks, lambda: plan_reads(checkpoint, pieces), doing)
     asked = ranks.gather(sorted({p.name for p in pieces}))
-    if not allow_unused:
-        on_first_rank(ranks, lambda: _refuse_unused(checkpoint, asked), doing)
+    on_first_rank(ranks, lambda: _refuse_unused(checkpoint, asked, whole_kinds), doing)
 
     on_all_ranks(ranks, lambda: _read_all(checkpoint, plan), doing)
 
@@ -81,10 +80,14 @@ def _check(checkpoint: Checkpoint, piece: NamedPiece) -> None:
         )
 
 
-def _refuse_unused(checkpoint: Checkpoint, asked: Sequence[Sequence[str]]) -> None:
+def _refuse_unused(
+    checkpoint: Checkpoint, asked: Sequence[Sequence[str]], kinds: Collection[str] | None
+) -> None:
     """Raise CheckpointError if there are tensors that no rank asked for, by each rank's names."""
     wanted = {name for names in asked for name in names}
-    unused = [name for name in checkpoint.manifest.tensors if name not in wanted]
+    saved = checkpoint.manifest.tensors
+    whole = [name for name in saved if kinds is None or name.partition("/")[0] in kinds]
+    unused = [name for name in whole if name not in wanted]
     if unused:
         more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
         raise CheckpointError(

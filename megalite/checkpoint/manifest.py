@@ -19,11 +19,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from megalite import __version__
+from megalite.checkpoint.names import MANIFEST
 from megalite.checkpoint.shard_file import DTYPES
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle, why_not_cover
 
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 

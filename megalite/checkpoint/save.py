@@ -17,7 +17,6 @@ import torch
 
 from megalite.checkpoint.disk import Disk
 from megalite.checkpoint.manifest import (
-    MANIFEST,
     FileEntry,
     Manifest,
     StoredRectangle,
@@ -25,6 +24,7 @@ from megalite.checkpoint.manifest import (
     make_manifest,
     to_bytes,
 )
+from megalite.checkpoint.names import MANIFEST
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.shard_file import dtype_name, write_shard
 from megalite.checkpoint.store import check_sizes, publish, remove_leftovers, temporary_path

@@ -1,56 +1,21 @@
-"""The folder of a run's checkpoints: names, order, the `latest` pointer, leftovers, retention.
+"""Changes of a folder of checkpoints: publishing, the `latest` pointer, leftovers, retention.
 
-A checkpoint is a directory `step-00001000`. Beside it there may be hidden names: `.tmp-*` is being
-written, `.trash-*` is being deleted, `.replaced-step-*` is the older checkpoint of a step that is
-being saved again. Does not look at tensors.
+names.py has the names. Does not look at tensors.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from megalite.checkpoint.disk import Disk
 from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.names import LATEST, REPLACED, TMP, TRASH, list_steps, step_name
 from megalite.errors import CheckpointError
-
-LATEST = "latest"
-_TMP, _TRASH, _REPLACED = ".tmp-", ".trash-", ".replaced-"
-_STEP = re.compile(r"step-(\d{8,})")
-
-
-def step_name(step: int) -> str:
-    """Directory name of a step: `step-00001000`."""
-    return f"step-{step:08d}"
-
-
-def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of every finished checkpoint in `root`, oldest step first.
-
-    Order is by number. A step whose replacement was interrupted is listed with its old directory.
-    The checkpoints are not verified.
-    """
-    found: dict[int, Path] = {}
-    for path in sorted(root.iterdir()) if root.is_dir() else []:
-        # ".replaced-" sorts before "step-", so a finished directory overwrites its entry.
-        step = step_of(path.name)
-        if step is not None and path.is_dir():
-            found[step] = path
-    return sorted(found.items())
-
-
-def step_of(name: str) -> int | None:
-    """The step in the name of a finished checkpoint directory; None for any other name."""
-    match = _STEP.fullmatch(name.removeprefix(_REPLACED))
-    if match is None:
-        return None
-    step = int(match[1])
-    return step if match[0] == step_name(step) else None  # not step-0000000001 of ten digits
 
 
 def temporary_path(root: Path, step: int, attempt: str) -> Path:
     """The directory that a step is written to before it is published."""
-    return root / f"{_TMP}{step_name(step)}-{attempt}"
+    return root / f"{TMP}{step_name(step)}-{attempt}"
 
 
 def remove_leftovers(root: Path, disk: Disk) -> None:
@@ -59,10 +24,10 @@ def remove_leftovers(root: Path, disk: Disk) -> None:
     A checkpoint that was moved aside and never replaced gets its name back.
     """
     for path in sorted(root.iterdir()):
-        final = root / path.name.removeprefix(_REPLACED)
-        if path.name.startswith(_REPLACED) and not final.exists():
+        final = root / path.name.removeprefix(REPLACED)
+        if path.name.startswith(REPLACED) and not final.exists():
             disk.rename(path, final)
-        elif path.name.startswith((_TMP, _TRASH, _REPLACED)):
+        elif path.name.startswith((TMP, TRASH, REPLACED)):
             disk.remove(path)
 
 
@@ -73,7 +38,7 @@ def publish(root: Path, step: int, written: Path, disk: Disk) -> Path:
     the new one is in place.
     """
     final = root / step_name(step)
-    replaced = root / f"{_REPLACED}{final.name}"
+    replaced = root / f"{REPLACED}{final.name}"
     if final.exists():
         # A rename cannot replace a directory with content, so the old one is moved aside first.
         disk.rename(final, replaced)
@@ -92,7 +57,7 @@ def write_latest(root: Path, final: Path, disk: Disk) -> None:
     If there is a directory of that name, nothing is written; a symbolic link is replaced, not
     followed.
     """
-    pointer = root / f"{_TMP}{LATEST}"
+    pointer = root / f"{TMP}{LATEST}"
     if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
         return
     disk.remove(pointer)
@@ -161,7 +126,7 @@ def _is_complete(path: Path) -> bool:
 
 def _delete(path: Path, disk: Disk) -> None:
     # Renamed first: an interrupted deletion must not look like a damaged checkpoint.
-    trash = path.with_name(f"{_TRASH}{path.name}")
+    trash = path.with_name(f"{TRASH}{path.name}")
     if trash.exists():
         disk.remove(trash)
     disk.rename(path, trash)

@@ -161,12 +161,13 @@ def _continue(
 
     import torch
 
+    from megalite.checkpoint.find import find_checkpoint
     from megalite.generate.generate import generate as sample
-    from megalite.generate.generate import load_model, load_tokenizer, open_run_checkpoint
+    from megalite.generate.generate import load_model, load_tokenizer
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: this torch sees no CUDA device; leave it out")
-    checkpoint = open_run_checkpoint(Path(run), step)
+    checkpoint = find_checkpoint(Path(run), step=step)
     model, config = load_model(checkpoint, torch.device(device), "ema" if ema else "param")
     tokenizer = load_tokenizer(config)
 

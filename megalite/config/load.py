@@ -29,6 +29,7 @@ from megalite.config.names import (
     flag_problem,
     keys,
     nearest_section,
+    nested,
     section_keys,
     sections,
     suggestion,
@@ -280,25 +281,13 @@ def _finish(draft: _Draft) -> LoadedConfig:
     """Validate the values. Raises ConfigError with all problems found here and before."""
     try:
         # Through JSON, where an array may be a tuple and the types stay strict otherwise.
-        config = RunConfig.model_validate_json(json.dumps(_nest(draft.values), default=str))
+        config = RunConfig.model_validate_json(json.dumps(nested(draft.values), default=str))
     except ValidationError as error:
         draft.problems += explain(error, draft.origins, draft.meant)
         raise ConfigError(draft.problems) from None
     if draft.problems:
         raise ConfigError(draft.problems)
     return LoadedConfig(config, {name: draft.origins.get(name, DEFAULT) for name in keys()})
-
-
-def _nest(values: dict[str, Any]) -> dict[str, Any]:
-    # Required sections are present even if empty, so that each missing key gets its own line.
-    tree: dict[str, Any] = {}
-    for name, value in [*((section, {}) for section in sections()), *values.items()]:
-        *parents, key = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node[parent]
-        node[key] = value
-    return tree
 
 
 def _syntax_line(path: Path, text: str, message: str) -> str:

@@ -7,7 +7,7 @@ config/schema.py, so there is no second list to keep. Reads no files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -81,6 +81,21 @@ def default_of(config: RunConfig, name: str) -> Any:
     if section != "model":
         return default
     return family_defaults(config.model.family).get(leaf, default)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as a tree of sections.
+
+    Each section is present even if empty, so that a required key that is missing is named itself.
+    """
+    tree: dict[str, Any] = {}
+    for name, value in [*((section, {}) for section in sections()), *values.items()]:
+        *parents, key = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node[key] = value
+    return tree
 
 
 def toml_value(value: Any) -> str:

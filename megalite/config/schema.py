@@ -7,6 +7,7 @@ size (checks.settings), does not spread layers over stages (run.stages). Knows n
 from __future__ import annotations
 
 from os.path import expanduser
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -371,3 +372,8 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.out) / self.name

@@ -1,52 +1,28 @@
 """Text from a run's checkpoint of any layout, in one process.
 
-Reading order: `open_run_checkpoint`, `load_model`, then `generate`. Each token is one forward over
+Reading order: `load_model`, then `generate`. Each token is one forward over
 the context: nothing is cached from one token to the next, which suits models small enough to be
 tried on one device.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from pydantic import ValidationError
 
-from megalite.checkpoint.find import Checkpoint, find_latest, open_checkpoint
+from megalite.checkpoint.find import Checkpoint
 from megalite.checkpoint.load import load
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.store import step_name, step_of
 from megalite.config import PipelineConfig, RunConfig
+from megalite.config.saved import saved_config
 from megalite.data.tokenizer import Tokenizer
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.precision import DTYPES
-from megalite.errors import CheckpointError, ConfigError, DataError
+from megalite.errors import ConfigError, DataError
 from megalite.generate.sampling import Sampling
 from megalite.layout.topology import Topology
 from megalite.model.transformer import Transformer
 from megalite.train.engine import build_chunks
 from megalite.train.kernel_choice import generation_kernels
-
-
-def open_run_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
-    """Open `run` if it is a checkpoint; of a run folder, the one of `step` or the newest sound one.
-
-    Raises CheckpointError if there is none, or if the checkpoint of `step` is not sound, and
-    ConfigError for a step of a `run` that is a checkpoint.
-    """
-    if step_of(run.name) is not None:
-        if step is not None:
-            raise ConfigError(f"--step={step} has no effect on {run}, which is a checkpoint itself")
-        return open_checkpoint(run)
-    if step is not None:
-        return open_checkpoint(run / "checkpoints" / step_name(step))
-    found = find_latest(run / "checkpoints")
-    if found is None:
-        raise CheckpointError(
-            f"{run} {'holds no checkpoint' if run.is_dir() else 'does not exist'}; give the folder "
-            "of a run that has saved (at its end, on a signal, and every checkpoint.interval steps)"
-        )
-    return found
 
 
 def load_model(
@@ -70,20 +46,13 @@ def load_model(
         NamedPiece.of_shard(weights, spec, 1, 0, param.detach())
         for param, spec in chunk.named_params()
     ]
-    load(checkpoint, pieces, allow_unused=True)
+    load(checkpoint, pieces, whole_kinds=(weights,))
     return chunk, config
 
 
 def serial_config(checkpoint: Checkpoint) -> RunConfig:
     """The config that a checkpoint was saved with, for one process in full precision."""
-    try:
-        config = RunConfig.model_validate(checkpoint.manifest.config, strict=False)
-    except ValidationError as error:
-        found = error.errors()[0]
-        raise CheckpointError(
-            f"{checkpoint.path} was saved by another megalite: its config has "
-            f"{'.'.join(map(str, found['loc']))} ({found['msg'].lower()})"
-        ) from error
+    config = saved_config(checkpoint.manifest.config, str(checkpoint.path))
     serial = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "sequence_parallel": False}
     layout = config.parallel.model_copy(update={**serial, "stage_layers": None})
     # Masters of a 16-bit run are saved in float32.

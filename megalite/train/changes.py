@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from megalite.config import RunConfig
 from megalite.config.inputs import sources
 from megalite.config.meaning import same_meaning
@@ -41,22 +39,6 @@ class Changed:
         return (
             f"{self.name} is {toml_value(self.new)}, saved with {toml_value(self.old)}{self.note}"
         )
-
-
-def saved_config(tree: dict[str, Any], where: str) -> RunConfig:
-    """The settings in a checkpoint's manifest; those that it does not have are defaults.
-
-    Raises CheckpointError for a value that this version does not accept.
-    """
-    try:
-        return RunConfig.model_validate(_known("", tree), strict=False)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"])
-        raise CheckpointError(
-            f"{where}: its setting {name} is not one of this version ({problem['msg']}); resume "
-            "with the version that saved it"
-        ) from None
 
 
 def changed_settings(
@@ -163,14 +145,6 @@ def _phases(config: RunConfig, plan: BatchPlan) -> LrPhases:
     length = config.data.seq_length
     steps = horizon_steps(config, plan)
     return lr_phases(config.optimizer, steps, lambda step: plan.first_sample(step) * length)
-
-
-def _known(prefix: str, value: Any) -> Any:
-    """A tree without the settings that this version does not have."""
-    if not isinstance(value, dict) or prefix.rstrip(".") in keys():
-        return value
-    names = [key for key in value if any(f"{k}.".startswith(f"{prefix}{key}.") for k in keys())]
-    return {key: _known(f"{prefix}{key}.", value[key]) for key in names}
 
 
 def _comparable(config: RunConfig, name: str) -> Any:

@@ -9,9 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.find import open_checkpoint
-from megalite.checkpoint.manifest import MANIFEST
-from megalite.checkpoint.store import list_steps
+from megalite.checkpoint.find import Checkpoint, find_checkpoint, open_checkpoint
+from megalite.checkpoint.names import (
+    MANIFEST,
+    checkpoints_of,
+    folder_of,
+    is_checkpoint,
+    list_steps,
+)
+from megalite.config.saved import saved_config
 from megalite.errors import CheckpointError, DataError
 from megalite.record.records import read_lines
 
@@ -25,19 +31,18 @@ def describe(path: Path, verify: bool = True) -> dict[str, Any]:
     DataError for a path that is none of the three, and CheckpointError or DataError for a damaged
     checkpoint or dataset.
     """
-    if (path / MANIFEST).is_file():
-        return {"kind": "checkpoint", **_checkpoint(path, verify)}
-    if (path / _METRICS).is_file() or list_steps(path / "checkpoints"):
+    if (path / _METRICS).is_file() or list_steps(checkpoints_of(path)):
         return {"kind": "run", **_run(path, verify)}
+    if is_checkpoint(path) or list_steps(folder_of(path)):
+        found = find_checkpoint(path, verify="sha256" if verify else "size")
+        return {"kind": "checkpoint", **_checkpoint(found, verify)}
     prefix = _prefix(path)
     if prefix is not None:
         return {"kind": "dataset", **_dataset(prefix)}
     state = "is none of these" if path.exists() else "does not exist"
-    inside = [step.name for _, step in list_steps(path)]
-    hint = f"; it holds the checkpoints {', '.join(inside)}" if inside else ""
     raise DataError(
         f"{path} {state}: give a run folder (with {_METRICS}), a checkpoint (with {MANIFEST}) or "
-        f"the PREFIX of a dataset (PREFIX.bin and PREFIX.idx){hint}"
+        "the PREFIX of a dataset (PREFIX.bin and PREFIX.idx)"
     )
 
 
@@ -53,7 +58,7 @@ def _run(path: Path, verify: bool) -> dict[str, Any]:
     kinds = [line["kind"] for line in lines.sound]
     starts = [line for line in lines.sound if line["kind"] in ("run", "restart")]
     steps = [line for line in lines.sound if line["kind"] == "step"]
-    found = [_listed(step, verify) for _, step in list_steps(path / "checkpoints")]
+    found = [_listed(step, verify) for _, step in list_steps(checkpoints_of(path))]
     head = starts[-1] if starts else {}
     last = steps[-1] if steps else {}
     has_ended = kinds[-1:] == ["end"]
@@ -94,9 +99,9 @@ def _listed(path: Path, verify: bool) -> dict[str, Any]:
     return {"name": path.name, "bytes": size, "sound": True, "problem": None}
 
 
-def _checkpoint(path: Path, verify: bool) -> dict[str, Any]:
-    manifest = open_checkpoint(path, verify="sha256" if verify else "size").manifest
-    config = manifest.config if isinstance(manifest.config, dict) else {}
+def _checkpoint(found: Checkpoint, verify: bool) -> dict[str, Any]:
+    manifest, path = found.manifest, found.path
+    config = saved_config(manifest.config, str(path)).model_dump(mode="json")
     weights = [t for name, t in manifest.tensors.items() if name.startswith("param/")]
     trainer = manifest.state.get("trainer")
     return {

@@ -7,10 +7,9 @@ the layout, left-over launcher variables, and whether there is a checkpoint. ran
 from __future__ import annotations
 
 import importlib
-import re
 import sys
-from pathlib import Path
 
+from megalite.checkpoint.names import checkpoints_of, list_steps
 from megalite.checks import check_and_resolve
 from megalite.config import RunConfig
 from megalite.config.resume import require_resume_mode
@@ -18,8 +17,6 @@ from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
 from megalite.process.launcher import Launch
 from megalite.process.signals import CAUGHT, SignalFlag
-
-_CHECKPOINT = re.compile(r"(?:\.replaced-)?step-\d{8,}")
 
 
 def train_command(
@@ -74,10 +71,9 @@ def require_checkpoint(config: RunConfig) -> None:
 
     A checkpoint may still turn out to be damaged when the ranks read it.
     """
-    root = Path(config.out) / config.name / "checkpoints"
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    found = sorted(name for name in names if _CHECKPOINT.fullmatch(name))
-    require_resume_mode(config.checkpoint.resume, root, found[-1] if found else None)
+    root = checkpoints_of(config.folder)
+    found = list_steps(root)
+    require_resume_mode(config.checkpoint.resume, root, found[-1][1].name if found else None)
 
 
 def _run_all_ranks(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:

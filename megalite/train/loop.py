@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.names import checkpoints_of
 from megalite.checks.packages import require_extras
 from megalite.config import RunConfig
 from megalite.config.effect import unreached
@@ -73,8 +74,8 @@ class Trainer:
 
         self.config, self.mesh, self.accept = config, mesh, accept
         self.flag = flag or SignalFlag()
-        self.folder = Path(config.out) / config.name
-        self.checkpoints = self.folder / "checkpoints"
+        self.folder = config.folder
+        self.checkpoints = checkpoints_of(self.folder)
         self.device = describe_device(mesh.device, config)
         self.console = console or Console(quiet=mesh.rank != 0)
         self.log = RunLog(self.folder, config, self.device, self.console)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.find import find_latest
 from megalite.config.resume import DATA, require_resume_mode
+from megalite.config.saved import saved_config
+from megalite.distributed.agree import Ranks
 from megalite.errors import CheckpointError
 from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps
 from megalite.train import state
@@ -21,7 +24,6 @@ from megalite.train.changes import (
     changed_data,
     changed_settings,
     require_accepted,
-    saved_config,
     unused,
 )
 from megalite.train.engine import Engine
@@ -54,7 +56,7 @@ def resume(
     accepted.
     """
     config = engine.config
-    found = state.find_run(root, engine.mesh)
+    found = find_latest(root, Ranks(engine.mesh.world))
     require_resume_mode(config.checkpoint.resume, root, None if found is None else found.path.name)
     if found is None:
         return None
@@ -73,7 +75,7 @@ def resume(
             "or start a run with another name"
         )
 
-    old = saved_config(manifest.config, found.path.name)
+    old = saved_config(manifest.config, str(found.path))
     blend, has_order = resumed_position(saved, old, config, data, plan.first_sample(step))
     changed = [
         *changed_settings(old, config, plan, step, has_order),

@@ -1,4 +1,4 @@
-"""A run's state in checkpoints: saved, found and loaded (resume.py compares it first).
+"""A run's state in checkpoints: saved and loaded (resume.py finds and compares it first).
 
 Weights and moments go through `megalite.checkpoint`, each rank's part as it is; everything else a
 bitwise resume needs is a handful of integers, because data order, initial weights and learning rate
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.find import Checkpoint, find_latest
+from megalite.checkpoint.find import Checkpoint
 from megalite.checkpoint.load import load
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.save import save
@@ -59,11 +59,6 @@ def save_run(engine: Engine, root: Path, step: int, trainer_state: dict[str, Any
         layout=topology.sizes,
         ranks=Ranks(engine.mesh.world),
     )
-
-
-def find_run(root: Path, mesh: Mesh) -> Checkpoint | None:
-    """The newest sound checkpoint of a run, or None; all ranks call it."""
-    return find_latest(root, Ranks(mesh.world))
 
 
 def load_run(engine: Engine, checkpoint: Checkpoint) -> None:

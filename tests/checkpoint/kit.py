@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import torch
 from megalite.checkpoint.disk import Disk
 from megalite.checkpoint.find import find_latest
 from megalite.checkpoint.load import load
+from megalite.checkpoint.names import MANIFEST
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.save import save
 from megalite.distributed.agree import Ranks
@@ -297,3 +299,12 @@ def in_child(work: Callable[[], None]) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def rewrite(path: Path, change: Callable[[Any], None]) -> None:
+    """Change a manifest's content and sign it again, as an attacker or a bug of ours could."""
+    body = json.loads((path / MANIFEST).read_bytes())["manifest"]
+    change(body)
+    text = json.dumps(body, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / MANIFEST).write_text(f'{{"sha256":"{digest}","manifest":{text}}}')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 from collections.abc import Callable
 from io import BytesIO
@@ -13,18 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.find import find_latest, open_checkpoint
+from megalite.checkpoint.find import find_checkpoint, find_latest, open_checkpoint
 from megalite.checkpoint.load import load
-from megalite.checkpoint.manifest import MANIFEST
+from megalite.checkpoint.names import MANIFEST, is_checkpoint, list_steps, step_name
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.store import discard_after, list_steps, prune, step_name
+from megalite.checkpoint.store import discard_after, prune
 from megalite.distributed.agree import Ranks
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError
 from tests.checkpoint.kit import (
     Cut,
     check_loads,
     make_globals,
     ok,
+    rewrite,
     run_ranks,
     save_globals,
     save_whole,
@@ -48,15 +48,6 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
-
-
-def rewrite(path: Path, change: Callable[[Any], None]) -> None:
-    """Change a manifest's content and sign it again, as an attacker or a bug of ours could."""
-    body = json.loads((path / MANIFEST).read_bytes())["manifest"]
-    change(body)
-    text = json.dumps(body, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    (path / MANIFEST).write_text(f'{{"sha256":"{digest}","manifest":{text}}}')
 
 
 def test_order_is_by_number_not_by_text(tmp_path: Path) -> None:
@@ -176,6 +167,25 @@ def test_a_missing_checkpoint_is_an_error_that_lists_what_exists(tmp_path: Path)
         open_checkpoint(tmp_path / "empty")
 
 
+def test_whatever_leads_to_a_checkpoint_is_found(tmp_path: Path) -> None:
+    run, folder = tmp_path / "latest", tmp_path / "latest" / "checkpoints"
+    save_steps(folder, 3, 20)
+    assert is_checkpoint(folder / step_name(3))
+    for path in (run, folder, folder / "latest"):
+        assert not is_checkpoint(path)
+        assert find_checkpoint(path).path == folder / step_name(20)
+        assert find_checkpoint(path, step=3).path == folder / step_name(3)
+        with pytest.raises(CheckpointError, match="step-00000007 does not exist; there are"):
+            find_checkpoint(path, step=7)
+    (folder / step_name(3)).rename(tmp_path / "best")
+    assert find_checkpoint(tmp_path / "best").manifest.step == 3
+    with pytest.raises(ConfigError, match="which is a checkpoint itself"):
+        find_checkpoint(tmp_path / "best", step=3)
+    for path, text in ((tmp_path, "holds no checkpoint"), (tmp_path / "gone", "does not exist")):
+        with pytest.raises(CheckpointError, match=f"{text}; give a checkpoint"):
+            find_checkpoint(path)
+
+
 def test_a_directory_under_another_steps_name_is_refused(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     (tmp_path / step_name(1)).rename(tmp_path / step_name(5))
@@ -198,11 +208,11 @@ def test_wrong_missing_and_unused_tensors_are_named_before_anything_is_written(
         (NamedPiece.whole("param/b", torch.zeros(2).bfloat16()), "param/b is float32.*bfloat16"),
     ]:
         with pytest.raises(CheckpointError, match=message):
-            load(found, [good, wrong], allow_unused=True)
+            load(found, [good, wrong], whole_kinds=())
     with pytest.raises(CheckpointError, match="no place for: exp_avg/a, param/b"):
         load(found, [good])
     assert not good.data.any()
-    load(found, [good], allow_unused=True)
+    load(found, [good], whole_kinds=())
     assert good.data.all()
 
 

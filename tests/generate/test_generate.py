@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from megalite.checkpoint.find import find_checkpoint
 from megalite.cli.main import app
 from megalite.corpus.prepare import prepare
 from megalite.errors import ConfigError, DataError
-from megalite.generate.generate import generate, load_model, open_run_checkpoint
+from megalite.generate.generate import generate, load_model
 from megalite.generate.sampling import Sampling
 from tests.pool import RankPool
 from tests.train.kit.runs import make_config, train, world_size
@@ -158,13 +159,14 @@ def test_without_a_checkpoint_it_is_refused_in_a_line(tmp_path: Path) -> None:
     result = invoke(tmp_path)
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: {tmp_path} holds no checkpoint; give the folder of a run that has "
-        "saved (at its end, on a signal, and every checkpoint.interval steps)\n"
+        f"error: {tmp_path} holds no checkpoint; give a checkpoint, or the folder of a run that "
+        "has saved (at its end, on a signal, every checkpoint.interval steps and interval_s "
+        "seconds)\n"
     )
 
 
 def test_it_stops_after_the_end_of_a_document(runs: Path) -> None:
-    model, _ = load_model(open_run_checkpoint(runs / "tp2"))
+    model, _ = load_model(find_checkpoint(runs / "tp2"))
     first = generate(model, [5, 6], 8, Sampling(temperature=0))
     assert len(first) == 8
     stopped = generate(model, [5, 6], 8, Sampling(temperature=0), eos_id=first[0])

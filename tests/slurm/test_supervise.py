@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from megalite.checkpoint.names import MANIFEST, checkpoints_of, list_steps
 from megalite.errors import EXIT_SAVED, EXIT_USER
 from tests import ROOT
 
@@ -27,6 +28,14 @@ def supervise() -> ModuleType:
 def test_it_repeats_the_exit_codes_that_it_cannot_import(supervise: ModuleType) -> None:
     assert (supervise.REQUEUE, supervise.USER_ERROR) == (EXIT_SAVED, EXIT_USER)
     assert f"\n{EXIT_SAVED})\n" in (ROOT / "launch" / "pretrain.sbatch").read_text()
+
+
+def test_it_finds_checkpoints_as_the_package_does(supervise: ModuleType, tmp_path: Path) -> None:
+    root = checkpoints_of(tmp_path)
+    for name in ("step-00000007", "step-123456789", ".tmp-step-99999999999-x", ".trash-step-9"):
+        (root / name).mkdir(parents=True)
+        (root / name / MANIFEST).write_text("{}")
+    assert supervise.newest_step(tmp_path) == list_steps(root)[-1][0] == 123456789
 
 
 def save(run: Path, step: int) -> None:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.find import open_checkpoint
-from megalite.checkpoint.manifest import MANIFEST, to_bytes
+from megalite.checkpoint.manifest import to_bytes
+from megalite.checkpoint.names import MANIFEST
 from megalite.config import RunConfig
 from megalite.config.shares import decimal_fraction
 from megalite.data.batches import Batches, source_seed

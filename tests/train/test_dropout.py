@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.checkpoint.find import find_checkpoint
 from megalite.config import RunConfig
-from megalite.generate.generate import generate, load_model, open_run_checkpoint
+from megalite.generate.generate import generate, load_model
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit.runs import (
@@ -144,7 +145,7 @@ def test_generators_of_the_ranks_play_no_part(
 
 def test_a_run_with_dropout_generates_without(serial: dict[str, Path]) -> None:
     """The same text each time, and logits that do not change from call to call."""
-    model, _ = load_model(open_run_checkpoint(serial["dropped"]))
+    model, _ = load_model(find_checkpoint(serial["dropped"]))
     assert model.config.family == "gpt2"
     assert model.config.has_dropout
     texts = [generate(model, [1, 2, 3], 20) for _ in range(2)]

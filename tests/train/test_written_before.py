@@ -10,12 +10,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.main import app
+from megalite.config import saved
 from tests import ROOT
+from tests.checkpoint.kit import rewrite
 from tests.tolerances import FLOAT32
 from tests.train.kit.runs import lines
 
@@ -70,6 +73,46 @@ def test_run_and_checkpoint_are_described(folder: Path) -> None:
 def test_its_weights_generate_the_same_text(folder: Path) -> None:
     arguments = ("--prompt", "Line 3", "--tokens", "12", "--temperature", "0")
     assert printed("generate", RUN, *arguments) == SAID
+
+
+# Settings of the manifest as another version would have them: what is changed there, what the
+# tables of this one say, and what is wrong in the end.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "renamed": ({"train.tag": 1}, {"RENAMED": {"train.tag": "log.interval"}}, ""),
+    "removed": ({"train.turbo": 0}, {"REMOVED": {"train.turbo": 0}}, ""),
+    "removed with effect": ({"train.turbo": 2}, {"REMOVED": {"train.turbo": 0}}, "train.turbo=2"),
+    "unknown": ({"model.twist": 3}, {}, "model.twist=3"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_settings_of_another_version_are_read_alike_by_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Resuming, starting from its weights, generating and describing."""
+    settings, tables, problem = OTHERS[case]
+    checkpoint = f"{RUN}/checkpoints/step-00000006"
+
+    def change(body: Any) -> None:
+        for name, value in settings.items():
+            section, _, key = name.partition(".")
+            body["config"][section][key] = value
+
+    rewrite(folder / checkpoint, change)
+    for name, table in tables.items():
+        monkeypatch.setattr(saved, name, table)
+    alone = ("train", "run.toml", "parallel.tp=1", "parallel.dp=1")
+    for arguments in (
+        alone,
+        (*alone, "--name", "other", f"checkpoint.load_weights={RUN}", "train.steps=1"),
+        ("generate", RUN, "--tokens", "1"),
+        ("info", checkpoint),
+    ):
+        result = CliRunner().invoke(app, list(arguments))
+        text = result.output + str(result.exception)
+        assert problem in text, (arguments, text)
+        assert ("was saved with settings that this version cannot read" in text) == bool(problem)
+        assert (result.exit_code == 0) == (not problem), (arguments, text)
 
 
 def test_the_run_goes_on_as_it_did_then(folder: Path) -> None:
