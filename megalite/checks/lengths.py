@@ -114,8 +114,9 @@ def _learning_rate(config: RunConfig) -> Iterator[str]:
     if not problems and steps:
         seq_length = config.data.seq_length
         phases = lr_phases(optimizer, steps, lambda step: plan.first_sample(step) * seq_length)
-        short = list(_within_a_step(optimizer, plan, steps, seq_length))
-        yield from short or _phases(optimizer, phases)
+        misfits = list(_within_a_step(optimizer, plan, steps, seq_length))
+        misfits = misfits or list(_phases(optimizer, phases))
+        yield from misfits or _rate_of_zero(optimizer, phases, plan, steps, seq_length)
 
 
 def _within_a_step(
@@ -198,4 +199,22 @@ def _phases(optimizer: OptimizerConfig, phases: LrPhases) -> Iterator[str]:
         yield (
             f"optimizer.lr_schedule=wsd: the last phase begins after {phases.decay_start} {unit}, "
             f"within the warm-up of {warmup}; shorten optimizer.{name} or the last phase"
+        )
+
+
+def _rate_of_zero(
+    optimizer: OptimizerConfig, phases: LrPhases, plan: BatchPlan, steps: int, seq_length: int
+) -> Iterator[str]:
+    """A decay to 0 that is over before the run is, after which no step changes a weight."""
+    if optimizer.min_lr or optimizer.lr_schedule in ("constant", "inverse_sqrt"):
+        return
+    by_steps = phases.unit == "steps"
+    first = phases.end if by_steps else plan.steps_for(-(-phases.end // seq_length))
+    if first < steps:
+        end = "decay_steps" if optimizer.decay_tokens is None else "decay_tokens"
+        yield (
+            f"optimizer.{end}={getattr(optimizer, end)} ends the decay at optimizer.min_lr=0: the "
+            f"learning rate is 0 from step {first + 1} of {steps} on; set optimizer.min_lr above "
+            f"0, or remove optimizer.{end}, so that the decay ends with the run (a run that is "
+            "resumed needs --accept for either)"
         )

@@ -1,9 +1,10 @@
 """Settings that do nothing unless another setting has a certain value: a table for the checks.
 
-Such a setting is refused where it is written, so `to_toml` leaves it out. An interval, or a window
-of losses, that the run is too short for is not refused but reported at the run's start
-(`unreached`): a run of a few steps, or one that is to be made longer, keeps the settings of the
-whole run. It still evaluates, saves and logs at its end, whatever the interval.
+Such a setting is refused where it is written, so `to_toml` leaves it out. One that only the run's
+length makes idle is not refused but reported at the run's start (`unreached`): an interval, or a
+window of losses, as a run of a few steps, or one that is to be made longer, keeps the settings of
+the whole run; and a trait of the model, which short sequences do not change. A run still evaluates,
+saves and logs at its end, whatever the interval.
 """
 
 from __future__ import annotations
@@ -52,11 +53,6 @@ def effective_window(config: RunConfig) -> int | None:
     return window if window is not None and window < config.data.seq_length else None
 
 
-def _window_is_off_or_cuts(config: RunConfig) -> bool:
-    # None is a choice with an effect, too: it switches off the window of a model family.
-    return config.model.sliding_window is None or effective_window(config) is not None
-
-
 EFFECTS: tuple[Effect, ...] = (
     *(Effect(f"model.rope_{key}", _rotates, _NO_ROPE) for key in ("theta", "fraction", "scaling")),
     *(
@@ -67,11 +63,6 @@ EFFECTS: tuple[Effect, ...] = (
         "model.max_positions",
         lambda c: c.model.positions == "learned",
         "model.positions=rope keeps no table; remove it or set model.positions=learned",
-    ),
-    Effect(
-        "model.sliding_window",
-        _window_is_off_or_cuts,
-        "no sequence of data.seq_length is longer than the window; remove it or use a smaller one",
     ),
     Effect(
         "optimizer.min_lr",
@@ -225,7 +216,7 @@ _UNREACHED = {
 
 
 def unreached(config: RunConfig, steps: int) -> list[str]:
-    """One line for each interval or window that a run of so many steps does not reach."""
+    """One line for each interval, window or rate with which a run of so many steps does nothing."""
     if steps == 0:
         return []
     values = {name: value_of(config, name) for name in _UNREACHED}
@@ -240,6 +231,14 @@ def unreached(config: RunConfig, steps: int) -> list[str]:
             f"train.loss_spike_window={train.loss_spike_window} is not full before the last of the "
             f"run's {_steps(steps)}: no loss is judged"
         )
+    window = config.model.sliding_window
+    if window is not None and effective_window(config) is None:
+        lines.append(
+            f"model.sliding_window={window} is not shorter than data.seq_length="
+            f"{config.data.seq_length}: it hides nothing"
+        )
+    if config.optimizer.lr == 0:
+        lines.append("optimizer.lr=0: no step changes a weight")
     return lines
 
 

@@ -52,9 +52,11 @@ def changed_settings(
     before, now = _phases(old, old_plan), _phases(new, plan)
     position = step if now.unit == "steps" else plan.first_sample(step) * new.data.seq_length
     rates_change = not _same_rates(before, now, new.optimizer.lr_schedule, position)
+    # A curve that ends at 0 has nothing to train for longer with.
+    keep_curve = f"to train for longer only, keep its curve with optimizer.decay_{before.unit}="
     horizon_note = (
-        f" (the learning rate's decay ended after {before.end} {before.unit}; to train for longer "
-        f"only, keep its curve with optimizer.decay_{before.unit}={before.end})"
+        f" (the learning rate's decay ended after {before.end} {before.unit}"
+        f"{f'; {keep_curve}{before.end}' if old.optimizer.min_lr else ', at 0'})"
     )
     order_note = (
         f" (saved by a version that did not round weights to 1/{MAX_PARTS}: its order is not kept; "

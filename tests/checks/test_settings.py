@@ -158,6 +158,20 @@ def test_the_plain_config_is_valid() -> None:
         ({"optimizer__warmup_steps": 20, "optimizer__decay_steps": 20}, None,
          "optimizer.decay_steps=20 (counted from step 0) leaves nothing to decay after "
          "optimizer.warmup_steps=20; use at least 21"),
+        # a rate of 0 before the end, by schedule and unit
+        ({"optimizer__decay_steps": 90}, None,
+         "optimizer.decay_steps=90 ends the decay at optimizer.min_lr=0: the learning rate is 0 "
+         "from step 91 of 100 on; set optimizer.min_lr above 0, or remove optimizer.decay_steps, "
+         "so that the decay ends with the run (a run that is resumed needs --accept for either)"),
+        ({"optimizer__lr_schedule": "linear", "optimizer__decay_tokens": 5000}, None,
+         "optimizer.decay_tokens=5000 ends the decay at optimizer.min_lr=0: the learning rate is 0 "
+         "from step 11 of 100 on; set optimizer.min_lr above 0, or remove optimizer.decay_tokens, "
+         "so that the decay ends with the run (a run that is resumed needs --accept for either)"),
+        ({"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_steps": 5,
+          "optimizer__decay_steps": 99}, None,
+         "optimizer.decay_steps=99 ends the decay at optimizer.min_lr=0: the learning rate is 0 "
+         "from step 100 of 100 on; set optimizer.min_lr above 0, or remove optimizer.decay_steps, "
+         "so that the decay ends with the run (a run that is resumed needs --accept for either)"),
         ({"optimizer__warmup_steps": 2, "optimizer__warmup_tokens": 9}, None,
          "optimizer.warmup_steps=2 and optimizer.warmup_tokens=9 say the same thing twice; "
          "remove one"),
@@ -338,7 +352,7 @@ def test_lengths_in_tokens_of_a_step_are_taken() -> None:
     ramp = {"train__batch_ramp_start": 8, "train__batch_ramp_increment": 4}
     wsd = {"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_tokens": 512}
     assert check_config(config(optimizer__warmup_tokens=512)) == []
-    assert check_config(config(optimizer__decay_tokens=512)) == []
+    assert check_config(config(optimizer__decay_tokens=512, optimizer__min_lr=1e-5)) == []
     assert check_config(config(**wsd)) == []
     # the first step of a ramp is a small one, the last one is not
     ramp |= {"train__batch_ramp_tokens": 256}
@@ -371,6 +385,7 @@ def test_what_a_short_run_does_not_reach_is_told_not_refused() -> None:
     assert unreached(config(log__param_stats_interval=2), 1) == [
         "log.param_stats_interval=2 is more than the run's 1 step: nothing is measured"
     ]
+    assert unreached(config(optimizer__lr=0.0), 9) == ["optimizer.lr=0: no step changes a weight"]
     assert unreached(short, 65) == unreached(config(), 1) == unreached(short, 0) == []
 
 

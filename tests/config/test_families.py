@@ -9,8 +9,10 @@ import pytest
 
 from megalite.checks.settings import check_config
 from megalite.config import RunConfig
+from megalite.config.effect import unreached
 from megalite.config.families import FAMILIES, family_defaults
 from megalite.config.load import load_config
+from megalite.config.names import keys
 from megalite.config.text import to_toml
 from megalite.errors import ConfigError
 from tests.checks.test_settings import config
@@ -66,7 +68,6 @@ def test_a_written_config_loads_back_equal(family: str, changes: dict, tmp_path:
         ("qwen3", "rope_high_freq_factor", 5.0, "nothing scales the rotation"),
         ("llama", "rope_original_max_position", 10, "nothing scales the rotation"),
         ("mistral", "max_positions", 64, "model.positions=rope keeps no table"),
-        ("llama", "sliding_window", 32, "longer than the window"),
     ],
 )
 def test_settings_without_effect_are_refused(
@@ -76,6 +77,25 @@ def test_settings_without_effect_are_refused(
     assert line.startswith(f"model.{key}=")
     assert "has no effect" in line
     assert reason in line
+
+
+@pytest.mark.parametrize("window", [31, 32, 4096])
+@pytest.mark.parametrize("origin", ["base models/m.toml", "run.toml", "override"])
+def test_a_trait_is_no_error_at_a_length_that_it_does_not_change(window: int, origin: str) -> None:
+    """A published model can be tried with short sequences, as it is written."""
+    tried = of(
+        "mistral",
+        model__sliding_window=window,
+        model__rope_scaling="llama3",
+        model__rope_original_max_position=131072,
+    )
+    written = ("model.sliding_window", "model.rope_original_max_position")
+    origins = dict.fromkeys(keys(), "default") | dict.fromkeys(written, origin)
+    assert check_config(tried, origins=origins) == []
+    learned = of("gpt2", model__max_positions=131072)
+    assert check_config(learned) == []
+    idle = f"model.sliding_window={window} is not shorter than data.seq_length=32: it hides nothing"
+    assert unreached(tried, 100) == ([idle] if window >= 32 else [])
 
 
 def test_a_family_default_is_nobodys_setting() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 
-from megalite.config import OptimizerConfig
+from megalite.checks.settings import check_config
+from megalite.config import OptimizerConfig, RunConfig
 from megalite.optim.lr_schedule import learning_rate
+from megalite.run.batch_plan import batch_plan
+from tests.checks.test_settings import config
 
 
 def series(total_steps: int, **settings: object) -> list[float]:
@@ -39,84 +41,45 @@ def test_decay_steps_replace_the_total() -> None:
     assert rates[:4] == pytest.approx([1.0, 0.5, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rates_stay_in_range_at_every_edge(schedule: str) -> None:
-    for total in (0, 1, 2, 5):
-        for warmup in (0, 1, 5, 9):
-            rates = series(total, lr=1.0, min_lr=0.1, warmup_steps=warmup, lr_schedule=schedule)
-            assert all(0.1 <= rate <= 1.0 for rate in rates)
+@pytest.mark.parametrize("ramp", [{}, {"start": 8, "increment": 4, "samples": 50}])
+@pytest.mark.parametrize("min_lr", [0.0, 1e-5])
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_rate_of_zero_is_refused_wherever_there_is_one(
+    schedule: str, unit: str, min_lr: float, ramp: dict[str, int]
+) -> None:
+    """By schedule, unit and batch ramp: the step that is named is the first without a rate."""
+    for end in range(11, 26):
+        settings: dict[str, object] = {
+            "optimizer__lr_schedule": schedule,
+            "optimizer__min_lr": min_lr,
+            f"optimizer__decay_{unit}": end if unit == "steps" else end * 16 * 32 - 7,
+            **{f"train__batch_ramp_{name}": value for name, value in ramp.items()},
+            "train__steps": 20,
+        }
+        if schedule == "wsd":
+            settings[f"optimizer__wsd_decay_{unit}"] = 5 if unit == "steps" else 600
+        run = config(**settings)
+        rates = rates_of(run)
+        named = [line for line in check_config(run) if "the learning rate is 0" in line]
+        assert bool(named) == (0.0 in rates), settings
+        if named:
+            assert f" 0 from step {rates.index(0.0) + 1} of 20 on" in named[0]
 
 
-def test_inverse_sqrt_meets_the_warmup_and_has_a_floor() -> None:
-    settings = {"lr": 1.0, "warmup_steps": 4, "lr_schedule": "inverse_sqrt"}
-    rates = series(16, **settings)
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4:] == pytest.approx([math.sqrt(4 / n) for n in range(5, 19)])
-    assert rates[15] == pytest.approx(0.5)
-    assert min(series(100, min_lr=0.4, **settings)[4:]) == 0.4
-    assert series(3, **settings) == rates[:5]  # it has no end
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+def test_a_schedule_without_an_end_never_has_a_rate_of_zero(schedule: str) -> None:
+    run = config(optimizer__lr_schedule=schedule, optimizer__warmup_steps=4)
+    assert min(rates_of(run)) > 0
+    assert check_config(run) == []
 
 
-@pytest.mark.parametrize(
-    ("shape", "end"),
-    [
-        ("linear", [1.0, 0.775, 0.55, 0.325, 0.1]),
-        ("cosine", [1.0, 0.55 + 0.45 * math.sqrt(0.5), 0.55, 0.55 - 0.45 * math.sqrt(0.5), 0.1]),
-        ("1-sqrt", [1.0, 0.55, 1 - 0.9 * math.sqrt(0.5), 1 - 0.9 * math.sqrt(0.75), 0.1]),
-    ],
-)  # fmt: skip
-def test_wsd_warms_up_stays_and_decays(shape: str, end: list[float]) -> None:
-    settings = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "lr_schedule": "wsd",
-                "wsd_decay_steps": 4, "wsd_decay_shape": shape}  # fmt: skip
-    rates = series(10, **settings)
-    assert rates[:6] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert rates[6:11] == pytest.approx(end)
-    assert rates[11] == 0.1
-    # a longer run only has a longer plateau; an end of its own ends it early
-    assert series(13, **settings)[5:] == rates[2:]
-    assert series(13, decay_steps=10, **settings)[:12] == rates
-
-
-def test_zero_rate() -> None:
-    assert series(3, lr=0.0, warmup_steps=2) == [0.0] * 5
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"lr_schedule": "linear", "warmup_steps": 3},
-        {"lr_schedule": "cosine", "warmup_steps": 3, "decay_steps": 11},
-        {"lr_schedule": "inverse_sqrt", "warmup_steps": 5},
-        {"lr_schedule": "wsd", "warmup_steps": 3, "wsd_decay_steps": 6, "decay_steps": 15},
-        {"lr_schedule": "wsd", "warmup_steps": 3, "wsd_decay_steps": 6},
-    ],
-)
-def test_lengths_in_tokens_equal_lengths_in_steps_of_one_size(settings: dict[str, object]) -> None:
-    size = 48
-    wanted = rates_of(settings, lambda step: step * size)
-    in_tokens = {
-        key.replace("_steps", "_tokens"): value * size if isinstance(value, int) else value
-        for key, value in settings.items()
-    }
-    assert rates_of(in_tokens, lambda step: step * size) == pytest.approx(wanted, rel=1e-12)
-    # one length in tokens turns all others into tokens
-    mixed = {key: value for key, value in settings.items() if key != "warmup_steps"}
-    mixed["warmup_tokens"] = in_tokens["warmup_tokens"]
-    assert rates_of(mixed, lambda step: step * size) == pytest.approx(wanted, rel=1e-12)
-
-
-def rates_of(settings: dict[str, object], tokens_before: Callable[[int], int]) -> list[float]:
-    config = OptimizerConfig.model_validate({"lr": 1.0, "min_lr": 0.1, **settings})
-    return [learning_rate(step, config, 15, tokens_before) for step in range(18)]
-
-
-def test_under_a_growing_batch_tokens_set_the_pace() -> None:
-    def before(step: int) -> int:  # 10, 20, 30 ... tokens a step
-        return 5 * step * (step + 1)
-
-    settings = {"lr": 1.0, "lr_schedule": "linear", "warmup_tokens": 60, "decay_tokens": 210}
-    config = OptimizerConfig.model_validate(settings)
-    rates = [learning_rate(step, config, 6, before) for step in range(8)]
-    # after the first steps 10, 30, 60 tokens; later ones begin at 60, 100, 150, 210
-    wanted = [1 / 6, 1 / 2, 1.0, 1.0, 1 - 40 / 150, 1 - 90 / 150, 0.0, 0.0]
-    assert rates == pytest.approx(wanted)
+def rates_of(run: RunConfig) -> list[float]:
+    """The rate of each step of a run."""
+    plan, length = batch_plan(run), run.data.seq_length
+    return [
+        learning_rate(
+            step, run.optimizer, run.train.steps, lambda step: plan.first_sample(step) * length
+        )
+        for step in range(run.train.steps)
+    ]

@@ -23,13 +23,15 @@ from tests.train.kit.runs import (
     write_tokens,
 )
 
+CURVE: dict[str, Any] = {"optimizer__min_lr": 1e-3}  # a decay that can be trained beyond
+
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
     """A folder with data and a run "run" that stopped at step 2 of 6, checkpoints at 1 and 2."""
     folder = tmp_path_factory.mktemp("refusals")
     write_tokens(folder / "data", 3 * GLOBAL_BATCH)
-    config = make_config(folder, "run", checkpoint__interval=1)
+    config = make_config(folder, "run", checkpoint__interval=1, **CURVE)
     (outcomes,) = pool.run(train, 1, [(config, 2)])
     assert outcomes[0].code == 75
     return folder
@@ -41,7 +43,7 @@ def folder(stopped: Path, tmp_path: Path) -> Path:
 
 
 def one(pool: RankPool, folder: Path, name: str = "run", **changes: Any) -> Outcome:
-    config = make_config(folder, name, **changes)
+    config = make_config(folder, name, **{**CURVE, **changes})
     ranks = pool.run(train, world_size(config), [(config, None)])
     assert len({(outcome.code, outcome.error) for (outcome,) in ranks}) == 1
     outcome: Outcome = ranks[0][0]
@@ -158,8 +160,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    straight = make_config(folder, "straight")
-    outcomes = pool.run(train, 1, [(make_config(folder, "run"), None), (straight, None)])[0]
+    straight = make_config(folder, "straight", **CURVE)
+    outcomes = pool.run(train, 1, [(make_config(folder, "run", **CURVE), None), (straight, None)])[
+        0
+    ]
     assert [outcome.first_step for outcome in outcomes] == [1, 0]
     log = (folder / "run" / "log.txt").read_text()
     assert f"passed over: checkpoint {newest.name}: {shard} is damaged" in log
