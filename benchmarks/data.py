@@ -79,7 +79,7 @@ def measure(folder: Path, texts: list[str], model_type: str, rounds: int) -> dic
     """Figures of one kind of tokenizer."""
     model = str(folder / f"{model_type}.model")
     make_tokenizer(
-        str(folder / "source.jsonl"),
+        open_corpus(str(folder / "source.jsonl")),
         model,
         vocab_size=VOCAB_SIZE,
         model_type="bpe" if model_type == "bpe" else "unigram",
@@ -123,8 +123,8 @@ def library_ways(
 
 def run(folder: Path, model: str, name: str, workers: int) -> None:
     """One whole `prepare`."""
-    source = str(folder / "source.jsonl")
-    prepare(source, str(folder / name), tokenizer=model, num_workers=workers)
+    corpus = open_corpus(str(folder / "source.jsonl"))
+    prepare(corpus, str(folder / name), tokenizer=model, num_workers=workers)
 
 
 def cpu_s(work: Callable[[], Any]) -> float:

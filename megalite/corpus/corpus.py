@@ -2,29 +2,58 @@
 
 A corpus yields documents in the same order each time, as chunks of bytes or as text, and counts
 those that it left out, by fault. Under policy `fail` the first bad document is a DataError with its
-place; under `skip` bad documents are left out and reported. A file that cannot be read to its end
-(no permission, damaged gzip) is a DataError under both, as what is missing is unknown. sources.py
-reads files, documents.py defines the faults; tokens come later.
+place, and those of the files behind it; under `skip` bad documents are left out and reported. A
+file that cannot be read to its end (no permission, damaged gzip), or is not what it is named, is a
+DataError under both, as what is missing is unknown. Empty text files and byte order marks are left
+out and counted. sources.py reads files, documents.py defines the faults; tokens come later.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import platform
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal
 
-from megalite.corpus.documents import CorpusChunk, CorpusReport, Fault, parse, with_detail
-from megalite.corpus.sources import LINES_SUFFIXES, PARQUET_SUFFIXES, TextChunks, read_files
+from megalite.corpus.documents import (
+    BOM,
+    BOM_DROPPED,
+    EMPTY_FILE,
+    FAULTS,
+    MAX_PLACES,
+    CorpusChunk,
+    CorpusReport,
+    Fault,
+    parse,
+    with_detail,
+)
+from megalite.corpus.sources import (
+    JSON_SUFFIXES,
+    LINES_SUFFIXES,
+    PACKED_SUFFIXES,
+    PARQUET_SUFFIX,
+    UTF8,
+    TextChunks,
+    file_bytes,
+    read_files,
+    require_kinds,
+)
 from megalite.errors import DataError
 
 Policy = Literal["fail", "skip"]
 BUILTIN = "builtin"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-DEFAULT_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + PARQUET_SUFFIXES
+RECORD_SUFFIXES = (*LINES_SUFFIXES, PARQUET_SUFFIX)
+KNOWN_SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, *JSON_SUFFIXES)
+LOOK_AHEAD_BYTES = 256 << 20  # of text behind a bad document, searched for more of them
+MAX_KINDS = 8  # of files left out, in a message
 PIECE_CHARS = 6_000  # length of documents of the built-in corpus, about
 # Folders that the built-in corpus leaves out: tests hold files that are broken on purpose; the
 # others are not the standard library.
@@ -41,12 +70,24 @@ class Corpus:
         policy: Policy,
         key: str = "text",
         max_bytes: int | None = None,
+        encoding: str = UTF8,
+        selection: str = "",
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise DataError(f"max_bytes={max_bytes}; must be 1 or more bytes of text, or left out")
         if policy not in ("fail", "skip"):
             raise DataError(f"policy={policy!r}; must be 'fail' or 'skip'")
+        try:
+            self.encoding = codecs.lookup(encoding).name
+            "x".encode(encoding)  # not all codecs are of text
+        except LookupError as error:
+            raise DataError(
+                f"encoding={encoding!r}: {error}; give one that Python knows, such as cp1252, "
+                "latin-1, utf-16, shift_jis"
+            ) from None
+        require_kinds(files, self.encoding)
         self.description = description
+        self.selection = selection  # the kinds of files of a folder that are taken and left out
         self.files = list(files)
         self.policy = policy
         self.key = key
@@ -54,11 +95,11 @@ class Corpus:
 
     def source_bytes(self) -> int:
         """Bytes of all files on disk, the final value of `CorpusChunk.source_bytes`."""
-        return sum(path.stat().st_size for path in self.files if path.is_file())
+        return sum(map(file_bytes, self.files))
 
     def chunks(self) -> Iterator[CorpusChunk]:
         """The whole corpus as bytes, in order, not limited by `max_bytes`."""
-        return read_files(self.files, self.key)
+        return read_files(self.files, self.key, self.encoding)
 
     def documents(
         self,
@@ -74,14 +115,49 @@ class Corpus:
         report = CorpusReport() if report is None else report
         for chunk in self.chunks():
             on_chunk(chunk)
-            yield from self.texts(chunk, report)
+            try:
+                yield from accepted_texts(chunk, report, self.key, self.policy, self.max_bytes)
+            except DataError as error:
+                raise self.refusal(chunk, str(error)) from None
             if report.reached_max_bytes:
                 break
         self.require_some(report)
 
-    def texts(self, chunk: CorpusChunk, report: CorpusReport) -> Iterator[str]:
-        """The good documents of one chunk; `report` has those before it and counts these, too."""
-        return accepted_texts(chunk, report, self.key, self.policy, self.max_bytes)
+    def refusal(self, chunk: CorpusChunk, first: str) -> DataError:
+        """The error for a chunk whose `first` bad document was found, with those behind it.
+
+        Looks through the chunk and LOOK_AHEAD_BYTES of the files that begin after it, and names one
+        document of each file. With `max_bytes` it is not known whether those would be read.
+        """
+        if self.max_bytes is not None:
+            return DataError(first)
+        faults: Counter[str] = Counter()
+        named: dict[str, str] = {}  # file -> its first bad document
+        seen_bytes, saw_all = 0, False
+        with suppress(DataError):  # a file that cannot be read ends the search
+            for each in chain([chunk], self._chunks_behind(chunk)):
+                for index, _, fault in parse(each, self.key):
+                    if fault is not None and fault.kind != EMPTY_FILE:
+                        faults[fault.name] += 1
+                        named.setdefault(each.file(index), f"{each.place(index)}: {fault}")
+                seen_bytes += len(each.payload)
+                if seen_bytes > LOOK_AHEAD_BYTES:
+                    break
+            else:
+                saw_all = True
+        if faults.total() < 2:
+            return DataError(first)
+        counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(faults.items()))
+        at_least = "" if saw_all else "at least "
+        whole = f"bad documents: {at_least}{faults.total():,}, in files: {len(named):,} ({counts})"
+        return DataError("\n".join([first, *list(named.values())[1:MAX_PLACES], whole]))
+
+    def _chunks_behind(self, chunk: CorpusChunk) -> Iterator[CorpusChunk]:
+        """Chunks of the files that begin after a chunk."""
+        begins = accumulate(map(file_bytes, self.files), initial=0)
+        pairs = zip(self.files, begins, strict=False)
+        behind = [path for path, begin in pairs if begin >= chunk.source_bytes]
+        return read_files(behind, self.key, self.encoding)
 
     def require_some(self, report: CorpusReport) -> None:
         """Raise DataError if no document was found."""
@@ -92,7 +168,8 @@ class Corpus:
                 f"{self.description}: max_bytes={self.max_bytes} leaves no text of the first "
                 "document; raise --max-bytes"
             )
-        left_out = ", ".join(f"{fault}: {count}" for fault, count in report.skipped.items())
+        counts = {**report.skipped, **report.noticed}
+        left_out = ", ".join(f"{name}: {count}" for name, count in counts.items())
         first = f"the first at {report.places[0]}; " if report.places else ""
         raise DataError(
             f"{self.description}: holds no document (left out: {left_out or 'none'}); "
@@ -111,13 +188,21 @@ def accepted_texts(
     report.notice(chunk)
     for index, text, fault in parse(chunk, key):
         if fault is not None:
-            if policy == "fail":
+            if fault.kind == EMPTY_FILE:
+                report.notice_at(EMPTY_FILE, chunk.place(index))
+            elif policy == "fail":
+                detailed = with_detail(chunk, index, fault, key)
                 raise DataError(
-                    f"{chunk.place(index)}: {with_detail(chunk, index, fault, key)}; {fault.rule}. "
+                    f"{chunk.place(index)}: {detailed}; {FAULTS[fault.kind]}. "
                     "Mend it, or leave such documents out with --on-bad skip"
                 )
-            report.skip(chunk, index, fault, key)
+            else:
+                report.skip(chunk, index, fault, key)
             continue
+
+        if text.startswith(BOM):
+            report.notice_at(BOM_DROPPED, chunk.place(index))
+            text = text.lstrip(BOM)
 
         # Counted before it is given: the caller may stop after any document.
         size = len(text) if text.isascii() else len(text.encode())
@@ -146,6 +231,10 @@ class BuiltinCorpus(Corpus):
     validation split at the end, is like the rest. All files (some 12 MB) are read before the first
     document is given.
     """
+
+    def _chunks_behind(self, chunk: CorpusChunk) -> Iterator[CorpusChunk]:
+        """No chunks: the first one has all the faults."""
+        return iter(())
 
     def chunks(self) -> Iterator[CorpusChunk]:
         """The faults, then the pieces of all files in order by hash."""
@@ -195,67 +284,115 @@ def open_corpus(
     policy: Policy | None = None,
     max_bytes: int | None = None,
     suffixes: Sequence[str] | None = None,
+    encoding: str = UTF8,
 ) -> Corpus:
     """The corpus that `source` names: a folder, a text or JSONL file, or the word builtin.
 
     `policy` defaults to fail, and to skip for builtin, whose files the user cannot correct.
-    `suffixes` chooses the files of a folder. Raises DataError if there is nothing to read.
+    `suffixes` chooses the files of a folder, `encoding` is that of texts and of lines. Raises
+    DataError if there is nothing to read, or a file is not what its name says.
     """
     # The word wins over a folder or a file of that name, which ./builtin reaches.
-    if source != BUILTIN and Path(source).is_dir():
-        files = _folder_files(Path(source), tuple(suffixes or DEFAULT_SUFFIXES))
-        return Corpus(f"folder {source}", files, policy or "fail", key, max_bytes)
+    path = Path(source)
+    if source != BUILTIN and path.is_dir():
+        files, selection = _folder_files(path, suffixes)
+        options = (key, max_bytes, encoding, selection)
+        return Corpus(f"folder {source}", files, policy or "fail", *options)
     if suffixes:
         raise DataError(f"suffixes={list(suffixes)} choose files of a folder; {source} is none")
     if source == BUILTIN:
+        if encoding != UTF8:
+            raise DataError(f"encoding={encoding!r} has no effect on builtin, which is {UTF8}")
         name = f"builtin: standard library of Python {platform.python_version()}"
         return BuiltinCorpus(name, _builtin_files(), policy or "skip", key, max_bytes)
 
-    path = Path(source)
     if not path.is_file():
         raise DataError(f"{source}: no such file or folder; give one, or the word {BUILTIN}")
-    if not path.name.endswith(DEFAULT_SUFFIXES):
+    if not path.name.lower().endswith(KNOWN_SUFFIXES):
         raise DataError(
             f"{source}: file of unknown kind; wanted a name ending in "
-            f"{', '.join(DEFAULT_SUFFIXES)}: rename it or convert it to JSONL"
+            f"{', '.join(KNOWN_SUFFIXES)}: rename it or convert it to JSONL"
         )
-    return Corpus(f"file {source}", [path], policy or "fail", key, max_bytes)
+    return Corpus(f"file {source}", [path], policy or "fail", key, max_bytes, encoding)
 
 
-def _folder_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    def wanted(name: str) -> bool:
-        return not name.startswith(".") and name.endswith(suffixes)
+def _folder_files(folder: Path, suffixes: Sequence[str] | None) -> tuple[list[Path], str]:
+    """The files of a folder that are taken, and a line about these and the ones left out.
 
-    files = _walk(folder, wanted, lambda name: name.startswith("."))
-    if not files:
+    By default JSON lines and parquet, or else text: beside records, texts are rather about them
+    (README.md, LICENSE.txt). A .json is taken by request only, as most hold settings.
+    """
+    files, num_hidden = _walk(folder, lambda name: name.startswith("."))
+    if suffixes:
+        wanted = tuple(suffix.lower() for suffix in suffixes)
+    else:
+        has_records = any(_ends(path, RECORD_SUFFIXES) for path in files)
+        wanted = RECORD_SUFFIXES if has_records else TEXT_SUFFIXES
+    taken = [path for path in files if _ends(path, wanted)]
+    left = [path for path in files if not _ends(path, wanted)]
+
+    left_out = f"left out {len(left):,}: {_count_kinds(left)}; --suffix takes them" if left else ""
+    hidden = f"{num_hidden:,} hidden names left out" if num_hidden else ""
+    if not taken:
         raise DataError(
-            f"{folder}: holds no file ending in {', '.join(suffixes)}; "
-            "choose others with --suffix, or give another folder"
+            "; ".join(
+                filter(
+                    None,
+                    (
+                        f"{folder}: holds no file ending in {', '.join(wanted)}",
+                        left_out,
+                        hidden,
+                        "choose others with --suffix, or give another folder",
+                    ),
+                )
+            )
         )
-    return files
+    return taken, "; ".join(filter(None, (_count_kinds(taken), left_out, hidden)))
+
+
+def _ends(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().endswith(suffixes)
+
+
+def _count_kinds(files: Sequence[Path]) -> str:
+    """Numbers of files by suffix, the most frequent first: ".jsonl.gz 12, .md 1"."""
+    kinds: Counter[str] = Counter()
+    for path in files:
+        name, packed = path.name.lower(), path.suffix.lower()
+        inner = Path(name).with_suffix("").suffix if packed in PACKED_SUFFIXES else ""
+        kinds[f"{inner}{packed}" or "no suffix"] += 1
+    ordered = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{kind} {count:,}" for kind, count in ordered[:MAX_KINDS]]
+    if more := sum(count for _, count in ordered[MAX_KINDS:]):
+        shown.append(f"others {more:,}")
+    return ", ".join(shown)
 
 
 def _builtin_files() -> list[Path]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = _walk(folder, lambda name: name.endswith(".py"), BUILTIN_LEFT_OUT.__contains__)
-    if not files:
+    files, _ = _walk(Path(sysconfig.get_path("stdlib")), BUILTIN_LEFT_OUT.__contains__)
+    sources = [path for path in files if path.name.endswith(".py")]
+    if not sources:
         raise DataError(
             "builtin: this Python comes without the sources of its standard library; "
             "give a folder or a JSONL file instead"
         )
-    return files
+    return sources
 
 
-def _walk(
-    folder: Path, wanted: Callable[[str], bool], left_out: Callable[[str], bool]
-) -> list[Path]:
-    """The files below a folder, sorted by the parts of their paths: the same on every machine."""
+def _walk(folder: Path, left_out: Callable[[str], bool]) -> tuple[list[Path], int]:
+    """The files below a folder, and the number of names (of folders, too) that are left out.
+
+    They are sorted by the parts of their paths: the same on every machine.
+    """
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error
 
-    found = []
+    found, num_left_out = [], 0
     for where, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not left_out(name)]
-        found += [Path(where, name) for name in names if wanted(name)]
-    return sorted(found, key=lambda path: path.relative_to(folder).parts)
+        kept = [name for name in folders if not left_out(name)]
+        files = [Path(where, name) for name in names if not left_out(name)]
+        num_left_out += len(folders) + len(names) - len(kept) - len(files)
+        folders[:] = kept
+        found += files
+    return sorted(found, key=lambda path: path.relative_to(folder).parts), num_left_out

@@ -3,7 +3,7 @@
 A text file or a parquet row is one document, a JSONL line is one. Every byte is accounted for: a
 document that is not given as text is given as a `Fault`. sources.py reads the files, corpus.py
 decides what to do about faults. Line ends inside a text are kept; blank lines between JSONL records
-hold no document.
+hold no document, and a byte order mark before a record is passed over.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
@@ -20,14 +20,16 @@ from pydantic_core import from_json
 
 MAX_DOCUMENT_BYTES = 64 << 20  # a file, line or row; encoding one takes some 43 times its size
 BOM = "\ufeff"
+BOM_BYTES = BOM.encode()
 
 MISSING_KEY = "missing key"
+EMPTY_FILE = "empty file"
 
 # kind of fault -> the rule that the document breaks
 FAULTS = {
     "too long": f"a document may have at most {MAX_DOCUMENT_BYTES} bytes: split it",
-    "invalid UTF-8": "text must be UTF-8",
-    "byte order mark": "text must not start with U+FEFF",
+    "invalid UTF-8": "text must be UTF-8, or given by its encoding (--encoding utf-16, cp1252 ...)",
+    "wrong encoding": "text must be in the encoding that is given (--encoding)",
     "broken JSON": "a line must be one whole JSON object",
     "JSON beyond limits": "numbers may have 4300 digits, and nesting about 1000 levels",
     "not a JSON object": "a line must be a JSON object that holds the text under a key",
@@ -35,9 +37,21 @@ FAULTS = {
     "null": "the text must be a string, not null",
     "not a string": "the text must be a string",
     "empty": "a document must hold more than white space",
+    EMPTY_FILE: "a file must hold more than white space; such files are left out and counted",
     "NUL": "text must not hold U+0000; this is usually binary data or UTF-16",
     "lone surrogate": "text must not hold half of a surrogate pair; it has no UTF-8 form",
 }
+# the first bytes of a file -> its kind, for a message
+FIRST_BYTES = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"PAR1": "parquet",
+    b"PK\x03\x04": "zip",
+    b"%PDF-": "PDF",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+BOM_DROPPED = "byte order mark dropped"
 CRLF = "CRLF line ends"
 NO_LAST_NEWLINE = "no newline at the end of the file"
 MAX_PLACES = 20  # places kept for a report; counts are complete
@@ -47,28 +61,19 @@ MAX_COMPARED_KEYS = 1000  # compared with the missing key, to suggest one
 
 @dataclass(frozen=True)
 class Fault:
-    """The reason why a document cannot be used."""
+    """The reason why a document cannot be used; `key`: the one that is missing."""
 
-    name: str  # faults are counted by it: a key of FAULTS; a missing key has its own name behind
+    kind: str  # a key of FAULTS
+    key: str | None = None
     detail: str = ""  # only for messages
 
     @property
-    def rule(self) -> str:
-        """The rule that the document breaks, for a message."""
-        return FAULTS[MISSING_KEY if self.name.startswith(MISSING_KEY) else self.name]
+    def name(self) -> str:
+        """The name that faults are counted by."""
+        return self.kind if self.key is None else f"{self.kind} {self.key!r}"
 
     def __str__(self) -> str:
         return f"{self.name}; {self.detail}" if self.detail else self.name
-
-    def to_line(self) -> str:
-        """The form in a chunk's header: the name, and after a line end the detail, if any."""
-        return f"{self.name}\n{self.detail}" if self.detail else self.name
-
-    @classmethod
-    def from_line(cls, line: str) -> Fault:
-        """The fault that `to_line` wrote."""
-        name, _, detail = line.partition("\n")
-        return cls(name, detail)
 
 
 class Document(NamedTuple):
@@ -102,6 +107,10 @@ class CorpusChunk:
         """The place of a document: "file" or "file:line"."""
         return f"{self.path}:{self.first + index}" if self.kind == "lines" else self.places[index]
 
+    def file(self, index: int) -> str:
+        """The file of a document."""
+        return self.path if self.kind == "lines" else self.places[index].partition(":row ")[0]
+
     def header(self) -> dict[str, Any]:
         """All fields but the payload and the progress, as JSON values."""
         return {
@@ -110,7 +119,7 @@ class CorpusChunk:
             "first": self.first,
             "sizes": self.sizes,
             "places": self.places,
-            "faults": [(index, self.faults[index].to_line()) for index in sorted(self.faults)],
+            "faults": [(index, *astuple(fault)) for index, fault in sorted(self.faults.items())],
         }
 
     @classmethod
@@ -123,7 +132,7 @@ class CorpusChunk:
             header["first"],
             tuple(header["sizes"]),
             tuple(header["places"]),
-            {index: Fault.from_line(line) for index, line in header["faults"]},
+            {index: Fault(*fault) for index, *fault in header["faults"]},
         )
 
     def digest(self) -> str:
@@ -158,13 +167,17 @@ class CorpusReport:
         """Count oddities of a chunk's lines for which no document is left out."""
         if chunk.kind != "lines":
             return
-        if count := chunk.payload.count(b"\r\n"):
-            before = chunk.payload.count(b"\n", 0, chunk.payload.index(b"\r\n"))
-            self._notice(CRLF, count, chunk.place(before))
+        if chunk.payload.startswith(BOM_BYTES):
+            self.notice_at(BOM_DROPPED, chunk.place(0))
+        for name, pattern in ((BOM_DROPPED, b"\n" + BOM_BYTES), (CRLF, b"\r\n")):
+            if count := chunk.payload.count(pattern):
+                line = chunk.payload.count(b"\n", 0, chunk.payload.index(pattern) + 1)
+                self.notice_at(name, chunk.place(line), count)
         if not chunk.payload.endswith(b"\n"):
-            self._notice(NO_LAST_NEWLINE, 1, chunk.place(chunk.payload.count(b"\n")))
+            self.notice_at(NO_LAST_NEWLINE, chunk.place(chunk.payload.count(b"\n")))
 
-    def _notice(self, name: str, count: int, place: str) -> None:
+    def notice_at(self, name: str, place: str, count: int = 1) -> None:
+        """Count oddities of one name, the first of them at `place`."""
         self.noticed[name] += count
         self.noticed_first.setdefault(name, place)
 
@@ -184,7 +197,7 @@ def missing_key(key: str, present: Iterable[str] | None = None) -> Fault:
 
     With the keys that are `present` its detail lists them.
     """
-    return Fault(f"{MISSING_KEY} {key!r}", "" if present is None else _describe_keys(key, present))
+    return Fault(MISSING_KEY, key, "" if present is None else _describe_keys(key, present))
 
 
 def _describe_keys(key: str, present: Iterable[str]) -> str:
@@ -216,7 +229,10 @@ def with_detail(chunk: CorpusChunk, index: int, fault: Fault, key: str) -> Fault
 
 
 def parse(chunk: CorpusChunk, key: str) -> Iterator[Document]:
-    """The documents of a chunk in order; `chunk.place(number)` is the place of each."""
+    """The documents of a chunk in order; `chunk.place(number)` is the place of each.
+
+    A text may begin with byte order marks.
+    """
     if chunk.kind == "lines":
         for index, line in enumerate(chunk.payload.split(b"\n")):
             if line and not line.isspace():
@@ -239,17 +255,29 @@ def _check_bytes(content: bytes) -> tuple[str, Fault | None]:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        return "", Fault("invalid UTF-8")
-    return _check_text(text)
+        return "", Fault("invalid UTF-8", detail=_describe_start(content))
+    text, fault = _check_text(text)
+    if fault is not None and fault.kind == "NUL":
+        return "", Fault("NUL", detail=_describe_start(content))
+    return text, fault
+
+
+def kind_by_first_bytes(content: bytes) -> str:
+    """The kind of file that begins with such bytes, if it is one of FIRST_BYTES, or ""."""
+    return next((kind for start, kind in FIRST_BYTES.items() if content.startswith(start)), "")
+
+
+def _describe_start(content: bytes) -> str:
+    kind = kind_by_first_bytes(content)
+    return f"its first bytes are those of {kind}" if kind else ""
 
 
 def _check_text(text: str) -> tuple[str, Fault | None]:
     """(text, fault) of a document's text."""
-    if text.startswith(BOM):
-        return "", Fault("byte order mark")
     if "\0" in text:
         return "", Fault("NUL")
-    if not text or text.isspace():
+    plain = text.lstrip(BOM)
+    if not plain or plain.isspace():
         return "", Fault("empty")
     if not text.isascii():
         try:
@@ -282,6 +310,7 @@ def _parse_json(line: bytes) -> tuple[Any, Fault | None]:
     """(value, fault) of a line as JSON; the value may be of any kind."""
     # pydantic's parser is several times faster than the standard library's, but refuses some valid
     # JSON (lone surrogates). So the standard library decides about what it refuses.
+    line = line.removeprefix(BOM_BYTES)
     try:
         return from_json(line), None
     except ValueError:

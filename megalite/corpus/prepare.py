@@ -18,7 +18,7 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from megalite.corpus.corpus import Corpus, Policy, open_corpus
+from megalite.corpus.corpus import Corpus
 from megalite.corpus.documents import CorpusChunk, CorpusReport
 from megalite.corpus.encode_pool import EncodePool
 from megalite.corpus.encoding import Encoded, EncodeOptions, Encoder, Entry
@@ -91,16 +91,12 @@ class _Totals:
 
 
 def prepare(
-    source: str,
+    corpus: Corpus,
     out_prefix: str,
     *,
     tokenizer: str | None = None,
     vocab_size: int | None = None,
     model_type: ModelType | None = None,
-    key: str = "text",
-    policy: Policy | None = None,
-    max_bytes: int | None = None,
-    suffixes: list[str] | None = None,
     num_workers: int | None = None,
     restart: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -109,11 +105,10 @@ def prepare(
 
     Give either `tokenizer`, a file, or the `vocab_size` of one to train. `num_workers` processes
     encode; by default one per CPU. The work of an interrupted run is taken over, or dropped with
-    `restart`. Raises DataError for a bad setting, source or (under policy fail) document; then
-    there is no dataset, but finished chunks may be kept.
+    `restart`. Raises DataError for a bad setting, file or (under policy fail) document; then there
+    is no dataset, but finished chunks may be kept.
     """
     _check_choice(tokenizer, vocab_size, model_type)
-    corpus = open_corpus(source, key=key, policy=policy, max_bytes=max_bytes, suffixes=suffixes)
     given = None if tokenizer is None else Tokenizer(tokenizer)
     if vocab_size is not None:
         dtype_for_vocab(vocab_size)
@@ -137,7 +132,7 @@ def prepare(
         trained_s = time.perf_counter()
 
         # The source is read again for encoding; it may have changed since the training.
-        encoder = Encoder(model, EncodeOptions(key, corpus.policy))
+        encoder = Encoder(model, EncodeOptions(corpus.key, corpus.policy))
         totals = _encode(corpus, encoder, unfinished, workers, on_progress)
         _check_unchanged(corpus, trained, totals, unfinished)
         sidecar = _publish(corpus, encoder, unfinished, totals, trained)
@@ -215,7 +210,7 @@ def _encode(
             # `max_bytes` and the check of the first documents depend on the chunks before.
             encoded = _corrected(found, chunk, corpus.max_bytes, encoder, totals)
             if encoded.failure:
-                raise DataError(encoded.failure)
+                raise corpus.refusal(chunk, encoded.failure)
             unfinished.append(encoded)
             totals.add(encoded.entry)
             report_chunk(chunk, totals.report.text_bytes, totals.num_tokens)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.corpus.corpus import Corpus, open_corpus
+from megalite.corpus.corpus import Corpus
 from megalite.corpus.documents import CorpusChunk, CorpusReport
 from megalite.corpus.publish import write_synced
 from megalite.corpus.tokenizer_training import ModelType, TrainReport, train_tokenizer
@@ -87,7 +87,7 @@ def trained_tokenizer(
 
 
 def make_tokenizer(
-    source: str,
+    corpus: Corpus,
     out: str,
     *,
     vocab_size: int,
@@ -95,14 +95,13 @@ def make_tokenizer(
     sample_bytes: int | None = None,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-    **corpus_options: Any,
 ) -> tuple[TrainReport, CorpusReport]:
-    """Train a tokenizer and write it to `out`, atomically; `corpus_options` as open_corpus.
+    """Train a tokenizer and write it to `out`, atomically.
 
-    Raises DataError as open_corpus and train_tokenizer do, if `out` exists and `overwrite` is not
-    set, and if it cannot be written.
+    Raises DataError as train_tokenizer does, if `out` exists and `overwrite` is not set, and if it
+    cannot be written.
     """
-    corpus, path = open_corpus(source, **corpus_options), Path(out)
+    path = Path(out)
     if path.exists() and not overwrite:
         raise DataError(f"{out} exists; choose another --out, or replace it with --overwrite")
 
@@ -176,5 +175,6 @@ def _corpus_key(corpus: Corpus) -> list[Any]:
         corpus.key,
         corpus.policy,
         corpus.max_bytes,
+        corpus.encoding,
         files.hexdigest(),
     ]

@@ -1,45 +1,115 @@
 """Reading files as chunks of documents: text files, JSON lines (plain, gzip, zstandard), parquet.
 
-A chunk holds about CHUNK_BYTES in whole documents, or one longer document; how a file is cut
-depends on its content alone. Memory: a chunk, at most one document of MAX_DOCUMENT_BYTES. A file
-that cannot be read to its end is a DataError. documents.py checks the text.
+A file's name says what it is, in letters of either case; `require_kinds` holds that against its
+first bytes. A chunk holds about CHUNK_BYTES in whole documents, or one longer document; how a file
+is cut depends on its content alone. Memory: a chunk, at most one document of MAX_DOCUMENT_BYTES.
+Text in another encoding than UTF-8 is UTF-8 from here on. A file that cannot be read to its end is
+a DataError. documents.py checks the text.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megalite.corpus.documents import MAX_DOCUMENT_BYTES, CorpusChunk, Fault
+from megalite.corpus.documents import (
+    BOM_BYTES,
+    EMPTY_FILE,
+    MAX_DOCUMENT_BYTES,
+    MAX_PLACES,
+    CorpusChunk,
+    Fault,
+    kind_by_first_bytes,
+)
 from megalite.corpus.parquet import read_parquet
 from megalite.errors import DataError
 
 CHUNK_BYTES = 1 << 20
+PACKED_SUFFIXES = {".gz": "gzip", ".zst": "zstandard"}
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
-PARQUET_SUFFIXES = (".parquet",)
+JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")  # lines, too, but many hold one object
+PARQUET_SUFFIX = ".parquet"
+UTF8 = "utf-8"
+# The beginnings of JSON that is no object a line, and what makes lines of it.
+ONE_VALUE = {
+    "a JSON array": (re.compile(rb"\s*\[\s*(\{|\n)"), "jq -c '.[]'"),
+    "a JSON object over several lines": (re.compile(rb'\s*\{\s*\n\s*"'), "jq -c ."),
+}
+SNIFFED = 4096  # bytes
 
 
 class _Stream(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def read_files(files: Iterable[Path], key: str) -> Iterator[CorpusChunk]:
+def read_files(files: Iterable[Path], key: str, encoding: str = UTF8) -> Iterator[CorpusChunk]:
     """Chunks of all files in order; neighbouring text files share chunks. Suffixes decide kinds."""
     done_bytes = 0
     texts = TextChunks()
     for path in files:
-        if path.name.endswith(LINES_SUFFIXES + PARQUET_SUFFIXES):
-            yield from texts.flush(done_bytes)
-            yield from _read_one(path, key, done_bytes)
+        before_bytes, done_bytes = done_bytes, done_bytes + file_bytes(path)
+        if holds_records(path):
+            yield from texts.flush(before_bytes)
+            yield from _read_records(path, key, encoding, before_bytes)
         else:
-            content, fault = _read_text(path)
-            yield from texts.add(str(path), content, done_bytes + len(content), fault)
-        done_bytes += _size(path)
+            content, fault = _read_text(path, encoding)
+            yield from texts.add(str(path), content, done_bytes, fault)
     yield from texts.flush(done_bytes)
+
+
+def holds_records(path: Path) -> bool:
+    """True for JSON lines and parquet, by the name; any other file is one text."""
+    return path.name.lower().endswith((*LINES_SUFFIXES, *JSON_SUFFIXES, PARQUET_SUFFIX))
+
+
+def require_kinds(files: Iterable[Path], encoding: str) -> None:
+    """Raise DataError, naming up to MAX_PLACES of them, for files that are not what they are named.
+
+    Only files of records: a text file is one document, and bad documents have a policy.
+    """
+    problems = [
+        f"{path}: {problem}"
+        for path in files
+        if holds_records(path) and path.is_file() and (problem := _kind_problem(path, encoding))
+    ]
+    if problems:
+        rest = len(problems) - MAX_PLACES
+        more = [f"and {rest} more such files"] if rest > 0 else []
+        raise DataError("\n".join([*problems[:MAX_PLACES], *more]))
+
+
+def _kind_problem(path: Path, encoding: str) -> str:
+    """The way in which a file's first bytes are not those that its name promises, or ""."""
+    suffix = path.suffix.lower()
+    named = "parquet" if suffix == PARQUET_SUFFIX else PACKED_SUFFIXES.get(suffix, "")
+    try:
+        with path.open("rb") as raw:
+            start = raw.read(8)
+            found = kind_by_first_bytes(start)
+            if named and start and found != named:
+                begins = f"those of {found}" if found else "others"
+                return f"named as {named}, but its first bytes are {begins}; give it its right name"
+            raw.seek(0)
+            head = b"" if named == "parquet" else _text_stream(path, raw, encoding).read(SNIFFED)
+    except (OSError, EOFError, UnicodeError, zlib.error):
+        return ""  # the reader raises it, with what follows from it
+
+    if encoding == UTF8 and (found := kind_by_first_bytes(head)):
+        remedy = "give --encoding utf-16" if found == "UTF-16" else "give it its right name"
+        return f"named as lines of JSON, but its first bytes are those of {found}; {remedy}"
+    for kind, (pattern, remedy) in ONE_VALUE.items():
+        if pattern.match(head.removeprefix(BOM_BYTES)):
+            return (
+                f"holds {kind}, not an object a line; make lines of it ({remedy} FILE > "
+                "FILE.jsonl), or name it .txt to take it as one text"
+            )
+    return ""
 
 
 class TextChunks:
@@ -80,22 +150,22 @@ class TextChunks:
         self._bytes = 0
 
 
-def _read_one(path: Path, key: str, before_bytes: int) -> Iterator[CorpusChunk]:
+def _read_records(path: Path, key: str, encoding: str, before_bytes: int) -> Iterator[CorpusChunk]:
     """Chunks of a parquet or JSONL file; `before_bytes`: sizes of the files before it."""
     try:
-        if path.name.endswith(PARQUET_SUFFIXES):
+        if path.suffix.lower() == PARQUET_SUFFIX:
             texts = TextChunks()
             for place, content, fault, done_bytes in read_parquet(path, key):
                 yield from texts.add(place, content, before_bytes + done_bytes, fault)
-            yield from texts.flush(before_bytes + _size(path))
+            yield from texts.flush(before_bytes + file_bytes(path))
         else:
             with path.open("rb") as raw:
-                if path.suffix in (".gz", ".zst") and not _size(path):
+                if path.suffix.lower() in PACKED_SUFFIXES and not file_bytes(path):
                     raise EOFError("it is empty, which no compressed file is")
-                for chunk in cut_lines(_decompressed(path, raw), str(path)):
+                for chunk in cut_lines(_text_stream(path, raw, encoding), str(path)):
                     # The place in the compressed file: its size is known, that of the text is not.
                     yield replace(chunk, source_bytes=before_bytes + raw.tell())
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
             f"{path}: cannot be read to its end: {reason}; no policy covers this, as what is "
@@ -103,13 +173,37 @@ def _read_one(path: Path, key: str, before_bytes: int) -> Iterator[CorpusChunk]:
         ) from error
 
 
-def _decompressed(path: Path, raw: IO[bytes]) -> _Stream:
-    if path.name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw, mode="rb")
-    if path.name.endswith(".zst"):
-        stream: _Stream = _pyarrow(path).input_stream(raw, compression="zstd")
-        return stream
-    return raw
+def _text_stream(path: Path, raw: IO[bytes], encoding: str) -> _Stream:
+    """The file's text as UTF-8, decompressed as its name says."""
+    stream: _Stream = raw
+    if path.suffix.lower() == ".gz":
+        stream = gzip.GzipFile(fileobj=raw, mode="rb")
+    elif path.suffix.lower() == ".zst":
+        stream = _pyarrow(path).input_stream(raw, compression="zstd")
+    return stream if encoding == UTF8 else _Recoded(stream, encoding)
+
+
+class _Recoded:
+    """A stream of text in another encoding, read as UTF-8. UnicodeError where it is not that."""
+
+    def __init__(self, stream: _Stream, encoding: str) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._ready = b""
+
+    def read(self, size: int, /) -> bytes:
+        """The next `size` bytes of UTF-8, fewer only at the end: lines are cut by content alone."""
+        parts = [self._ready]
+        held = len(self._ready)
+        while held < size:
+            block = self._stream.read(size)
+            parts.append(self._decoder.decode(block, final=not block).encode())
+            held += len(parts[-1])
+            if not block:
+                break
+        ready = b"".join(parts)
+        self._ready = ready[size:]
+        return ready[:size]
 
 
 def _pyarrow(path: Path) -> Any:
@@ -175,7 +269,7 @@ def _read_whole(stream: _Stream, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _read_text(path: Path) -> tuple[bytes, Fault | None]:
+def _read_text(path: Path, encoding: str) -> tuple[bytes, Fault | None]:
     """(content, fault) of a whole file as one document; DataError if it cannot be read."""
     try:
         with path.open("rb") as stream:
@@ -187,9 +281,16 @@ def _read_text(path: Path) -> tuple[bytes, Fault | None]:
         ) from error
     if len(content) > MAX_DOCUMENT_BYTES:
         return b"", Fault("too long")
+    if encoding != UTF8:
+        try:
+            content = content.decode(encoding).encode()
+        except UnicodeError:
+            return b"", Fault("wrong encoding", detail=f"it is not {encoding}")
+    if not content.removeprefix(BOM_BYTES).strip():
+        return b"", Fault(EMPTY_FILE)
     return content, None
 
 
-def _size(path: Path) -> int:
+def file_bytes(path: Path) -> int:
     """Bytes of a file; 0 for a pipe and the like, whose size is not known."""
     return path.stat().st_size if path.is_file() else 0

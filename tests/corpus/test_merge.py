@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from megalite.cli.data.prepare import app
 from megalite.corpus import merge as merge_module
 from megalite.corpus.merge import merge
-from megalite.corpus.prepare import prepare
 from megalite.data.indexed import IndexedDataset
 from megalite.data.inspection import inspect_dataset
 from megalite.data.sidecar import Sidecar, read_sidecar
 from megalite.errors import DataError
+from tests.corpus.kit import prepare
 from tests.data.kit import PROPERTY, index_bytes, write_dataset
 
 TEXTS = [f"text number {n}\n" * (n % 4 + 1) for n in range(30)]

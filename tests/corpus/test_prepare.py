@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from megalite.cli.data.prepare import app
 from megalite.corpus import sources
-from megalite.corpus.prepare import prepare
 from megalite.data.dataset import TokenDataset
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
+from tests.corpus.kit import prepare
 
 TEXTS = ["def f(x):\n\treturn x\n" * 30, "a </s> b <s>\n" * 30, "é\r\n  indented\n" * 30]
 VOCAB_SIZE = 290

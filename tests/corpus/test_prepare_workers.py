@@ -20,12 +20,12 @@ from megalite.corpus import encode_pool, sources
 from megalite.corpus.documents import CorpusChunk
 from megalite.corpus.encode_pool import EncodePool, Worker
 from megalite.corpus.encoding import EncodeOptions, Encoder
-from megalite.corpus.prepare import PrepareReport, prepare
-from megalite.corpus.prepare_tokenizer import make_tokenizer
+from megalite.corpus.prepare import PrepareReport
 from megalite.corpus.unfinished import Unfinished
 from megalite.data.indexed import IndexedDataset
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
+from tests.corpus.kit import make_tokenizer, prepare
 
 BAD = [b"{", b'{"text": null}', b'{"text": " "}', b'{"text": "a\\u0000"}', b'{"t": 1}', b"\xff"]
 
@@ -48,6 +48,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=290,
         model_type="bpe",
         policy="skip",
+        suffixes=[".jsonl", ".txt"],
     )
     return folder
 
@@ -59,7 +60,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(work: Path, out: Path, **options: Any) -> PrepareReport:
     given = {"tokenizer": str(work / "t.model"), "policy": "skip", "num_workers": 1, **options}
-    return prepare(str(work / "in"), str(out), **given)
+    return prepare(str(work / "in"), str(out), suffixes=[".jsonl", ".txt"], **given)
 
 
 def files(prefix: Path) -> list[bytes]:
@@ -154,6 +155,7 @@ def test_the_first_bad_document_in_order_is_the_one_told(
 INTERRUPT = """
 import os, sys
 from megalite.corpus import prepare as module, sources
+from megalite.corpus.corpus import open_corpus
 from megalite.corpus.unfinished import Unfinished
 sources.CHUNK_BYTES = 1500
 where, calls, number, workers = sys.argv[1], *map(int, sys.argv[2:5])
@@ -166,7 +168,8 @@ def counted(*arguments):
         os.kill(os.getpid(), number)
     return before(*arguments)
 setattr(owner, where, counted)
-module.prepare(sys.argv[5], sys.argv[6], tokenizer=sys.argv[7], policy="skip", num_workers=workers)
+corpus = open_corpus(sys.argv[5], policy="skip", suffixes=[".jsonl", ".txt"])
+module.prepare(corpus, sys.argv[6], tokenizer=sys.argv[7], num_workers=workers)
 """
 
 

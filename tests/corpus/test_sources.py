@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 from pathlib import Path
@@ -18,6 +17,7 @@ from megalite.corpus.corpus import open_corpus
 from megalite.corpus.documents import CorpusChunk, CorpusReport, Fault, parse
 from megalite.corpus.sources import cut_lines
 from megalite.errors import DataError
+from tests.corpus.kit import write_container
 from tests.data.kit import PROPERTY
 
 
@@ -54,10 +54,10 @@ def test_chunks_hold_every_line_with_its_number(
 
 
 def test_a_chunk_survives_its_header() -> None:
-    faults = {2: Fault("null"), 1: Fault("missing key 'x'", "it has 'y'")}
+    faults = {2: Fault("null"), 1: Fault("missing key", "x", "it has 'y'")}
     chunk = CorpusChunk("texts", b"ab", "", 1, (1, 0, 0, 1), ("a", "b", "c", "d"), faults, 7)
     header = json.loads(json.dumps(chunk.header()))
-    assert header["faults"] == [[1, "missing key 'x'\nit has 'y'"], [2, "null"]]  # digests need it
+    assert header["faults"] == [[1, "missing key", "x", "it has 'y'"], [2, "null", None, ""]]
     copied = CorpusChunk.from_header(header, chunk.payload)
     found = [(0, "a", None), (1, "", faults[1]), (2, "", faults[2]), (3, "b", None)]
     assert list(parse(copied, "text")) == found
@@ -67,19 +67,6 @@ def test_a_chunk_survives_its_header() -> None:
 
 RECORDS = [{"text": f"text {n} \u00e9"} for n in range(300)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
-
-
-def write_container(path: Path, content: bytes) -> Path:
-    if path.suffix == ".zst":
-        half = len(content) // 2
-        codec = pa.Codec("zstd")  # two frames, as parallel compressors write
-        content = b"".join(
-            codec.compress(p, asbytes=True) for p in (content[:half], content[half:])
-        )
-    elif path.suffix == ".gz":
-        content = gzip.compress(content)
-    path.write_bytes(content)
-    return path
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.ndjson"])
@@ -123,7 +110,7 @@ def test_parquet_rows_are_documents_with_row_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "fault"), [("text", "missing key 'text'"), ("n", "not a string")])
 def test_parquet_without_the_column_faults_each_row(tmp_path: Path, key: str, fault: str) -> None:
     pq.write_table(pa.table({"n": range(5)}), tmp_path / "a.parquet")
-    (tmp_path / "b.txt").write_text("good")
+    (tmp_path / "b.jsonl").write_text(json.dumps({key: "good"}))
     report = CorpusReport()
     corpus = open_corpus(str(tmp_path), policy="skip", key=key)
     assert list(corpus.documents(report)) == ["good"]
@@ -150,7 +137,7 @@ def test_progress_counts_bytes_on_disk(tmp_path: Path) -> None:
     write_container(tmp_path / "a.jsonl.gz", LINES)
     (tmp_path / "b.txt").write_text("b")
     pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "c.parquet")
-    corpus = open_corpus(str(tmp_path))
+    corpus = open_corpus(str(tmp_path), suffixes=[".gz", ".txt", ".parquet"])
     done = [chunk.source_bytes for chunk in corpus.chunks()]
     assert done == sorted(done)
     assert done[-1] == corpus.source_bytes()
@@ -159,13 +146,11 @@ def test_progress_counts_bytes_on_disk(tmp_path: Path) -> None:
 def plainly(line: bytes) -> tuple[str, str]:
     """What a JSON line is, by the standard library alone."""
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError:
         return "", "invalid UTF-8"
     except (ValueError, RecursionError):
-        text = line.decode()
-        fault = "byte order mark" if text.startswith("\ufeff") else "NUL" if "\0" in text else ""
-        return "", fault or "broken JSON"
+        return "", "NUL" if b"\0" in line else "broken JSON"
     if not isinstance(record, dict):
         return "", "not a JSON object"
     if "text" not in record:
@@ -173,11 +158,9 @@ def plainly(line: bytes) -> tuple[str, str]:
     text = record["text"]
     if not isinstance(text, str):
         return "", "null" if text is None else "not a string"
-    if text.startswith("\ufeff"):
-        return "", "byte order mark"
     if "\0" in text:
         return "", "NUL"
-    if not text.strip():
+    if not text.lstrip("\ufeff").strip():
         return "", "empty"
     return ("", "lone surrogate") if any("\ud800" <= c <= "\udfff" for c in text) else (text, "")
 

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megalite.cli.main import app
-from megalite.corpus.prepare import prepare
 from megalite.data import fingerprint
 from megalite.data.inspection import inspect_dataset
 from megalite.errors import DataError
+from tests.corpus.kit import prepare
 
 TEXTS = [f"text number {n}\n" * (n % 4 + 1) for n in range(30)] + ["a </s> b"]
 

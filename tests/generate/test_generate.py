@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 from megalite.checkpoint.find import find_checkpoint
 from megalite.cli.main import app
-from megalite.corpus.prepare import prepare
 from megalite.errors import ConfigError, DataError
 from megalite.generate.generate import generate, load_model
 from megalite.generate.sampling import Sampling
+from tests.corpus.kit import prepare
 from tests.pool import RankPool
 from tests.train.kit.runs import make_config, train, world_size
 

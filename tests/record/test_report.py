@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 
 from megalite.cli.main import app
 from megalite.config.load import load_config
-from megalite.corpus.prepare import prepare
 from megalite.errors import DataError
 from megalite.record.console import Console
 from megalite.record.records import TIME_PARTS, MetricsFile
 from megalite.record.report import read_run, summary, time_table
+from tests.corpus.kit import prepare
 from tests.pool import RankPool
 from tests.train.kit.runs import make_config, train, world_size
 

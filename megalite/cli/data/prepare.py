@@ -8,13 +8,17 @@ import typer
 
 from megalite.cli.data.inspect import inspect
 from megalite.cli.data.merge import merge
-from megalite.cli.data.tokenizer import (
-    ModelTypeName,
-    PolicyName,
+from megalite.cli.data.source import (
+    Encoding,
+    Key,
+    MaxBytes,
+    OnBad,
+    Source,
+    Suffix,
     left_out,
-    tokenizer,
-    training,
+    open_source,
 )
+from megalite.cli.data.tokenizer import ModelTypeName, tokenizer, training
 from megalite.cli.options import path
 
 if TYPE_CHECKING:
@@ -27,15 +31,7 @@ app = typer.Typer(help="Make token datasets, look at them, join them.", no_args_
 
 @app.command()
 def prepare(
-    source: Annotated[
-        str,
-        typer.Argument(
-            parser=path,
-            help="Folder of text, JSONL or parquet files, one such file (.jsonl, .jsonl.gz, "
-            ".jsonl.zst, .parquet, .txt, ...), or the word builtin: this Python's standard "
-            "library.",
-        ),
-    ],
+    source: Source,
     out: Annotated[
         str, typer.Option(parser=path, help="PREFIX of the .bin, .idx and .json files.")
     ],
@@ -49,23 +45,11 @@ def prepare(
     model_type: Annotated[
         ModelTypeName | None, typer.Option(help="Kind of tokenizer to train (default: bpe).")
     ] = None,
-    key: Annotated[str, typer.Option(help="JSONL key or column that holds the text.")] = "text",
-    on_bad: Annotated[
-        PolicyName | None,
-        typer.Option(
-            help="Bad documents: fail at the first (default), or skip and count them "
-            "(default for builtin)."
-        ),
-    ] = None,
-    max_bytes: Annotated[
-        int | None, typer.Option(help="Stop after this many bytes of text.")
-    ] = None,
-    suffix: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Which files of a folder; may be repeated (default: text, JSONL and parquet)."
-        ),
-    ] = None,
+    key: Key = "text",
+    on_bad: OnBad = None,
+    max_bytes: MaxBytes = None,
+    suffix: Suffix = None,
+    encoding: Encoding = "utf-8",
     workers: Annotated[
         int | None,
         typer.Option(help="Encoding processes (default: CPUs); the result is the same for any."),
@@ -96,18 +80,16 @@ def prepare(
             "--out, or replace it with --overwrite"
         )
 
+    corpus = open_source(source, key, on_bad, max_bytes, suffix, encoding)
+
     # The bar is inside: it must be gone before the message of an interruption is printed.
     with interruptible(), ProgressBar() as bar:
         report = run(
-            source,
+            corpus,
             out,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             model_type=None if model_type is None else model_type.value,
-            key=key,
-            policy=None if on_bad is None else on_bad.value,
-            max_bytes=max_bytes,
-            suffixes=suffix,
             num_workers=workers,
             restart=not go_on,
             on_progress=bar,

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalite.cli.data.source import (
+    Encoding,
+    Key,
+    MaxBytes,
+    OnBad,
+    Source,
+    Suffix,
+    left_out,
+    open_source,
+)
 from megalite.cli.options import path
 
 if TYPE_CHECKING:
-    from megalite.corpus.documents import CorpusReport
     from megalite.corpus.tokenizer_training import TrainReport
-
-
-class PolicyName(StrEnum):
-    """Policies for bad documents."""
-
-    fail = "fail"
-    skip = "skip"
 
 
 class ModelTypeName(StrEnum):
@@ -29,13 +31,7 @@ class ModelTypeName(StrEnum):
 
 
 def tokenizer(
-    source: Annotated[
-        str,
-        typer.Argument(
-            parser=path,
-            help="Folder of text, JSONL or parquet files, one such file, or the word builtin.",
-        ),
-    ],
+    source: Source,
     out: Annotated[
         str, typer.Option(parser=path, help="The file to write, such as data/tokenizer.model.")
     ],
@@ -43,20 +39,11 @@ def tokenizer(
     model_type: Annotated[
         ModelTypeName, typer.Option(help="Kind of tokenizer.")
     ] = ModelTypeName.bpe,
-    key: Annotated[str, typer.Option(help="JSONL key or column that holds the text.")] = "text",
-    on_bad: Annotated[
-        PolicyName | None,
-        typer.Option(
-            help="Bad documents: fail at the first (default), or skip and count them "
-            "(default for builtin)."
-        ),
-    ] = None,
-    max_bytes: Annotated[
-        int | None, typer.Option(help="Stop after this many bytes of text.")
-    ] = None,
-    suffix: Annotated[
-        list[str] | None, typer.Option(help="Which files of a folder; may be repeated.")
-    ] = None,
+    key: Key = "text",
+    on_bad: OnBad = None,
+    max_bytes: MaxBytes = None,
+    suffix: Suffix = None,
+    encoding: Encoding = "utf-8",
     sample_bytes: Annotated[
         int | None, typer.Option(help="Train on an even sample of so much text.")
     ] = None,
@@ -69,17 +56,15 @@ def tokenizer(
     from megalite.cli.progress import ProgressBar
     from megalite.corpus.prepare_tokenizer import make_tokenizer
 
+    corpus = open_source(source, key, on_bad, max_bytes, suffix, encoding)
+
     # Not `interruptible`: nothing is kept of an interrupted training, so it is not continued.
     with ProgressBar() as bar:
         report, found = make_tokenizer(
-            source,
+            corpus,
             out,
             vocab_size=vocab_size,
             model_type=model_type.value,
-            key=key,
-            policy=None if on_bad is None else on_bad.value,
-            max_bytes=max_bytes,
-            suffixes=suffix,
             sample_bytes=sample_bytes,
             overwrite=overwrite,
             on_progress=bar,
@@ -88,24 +73,6 @@ def tokenizer(
     for line in [*left_out(found), *training(report)]:
         typer.echo(line)
     typer.echo(f"wrote      {out} ({report.vocab_size:,} entries)")
-
-
-def left_out(corpus: CorpusReport) -> list[str]:
-    """Lines about documents that were skipped, and about oddities that were noticed."""
-    lines = []
-    if corpus.skipped:
-        counts = ", ".join(f"{fault}: {count:,}" for fault, count in sorted(corpus.skipped.items()))
-        lines.append(f"skipped    {corpus.skipped.total():,} documents ({counts})")
-        lines += [f"           {place}" for place in corpus.places]
-        if (more := corpus.skipped.total() - len(corpus.places)) > 0:
-            lines.append(f"           and {more:,} more")
-    for name, count in sorted(corpus.noticed.items()):
-        lines.append(f"noticed    {name}: {count:,} (first at {corpus.noticed_first[name]})")
-    if corpus.reached_max_bytes:
-        lines.append(
-            "           stopped at --max-bytes, which cut the last document; the source holds more"
-        )
-    return lines
 
 
 def training(report: TrainReport) -> list[str]:

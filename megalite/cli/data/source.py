@@ -1,0 +1,92 @@
+"""The options of `data prepare` and `data tokenizer` about their source, and lines about it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalite.cli.options import path
+
+if TYPE_CHECKING:
+    from megalite.corpus.corpus import Corpus
+    from megalite.corpus.documents import CorpusReport
+
+
+class PolicyName(StrEnum):
+    """Policies for bad documents."""
+
+    fail = "fail"
+    skip = "skip"
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        parser=path,
+        help="Folder of text, JSONL or parquet files, one such file (.jsonl, .jsonl.gz, "
+        ".jsonl.zst, .parquet, .txt, ...), or the word builtin: this Python's standard library.",
+    ),
+]
+Key = Annotated[str, typer.Option(help="JSONL key or column that holds the text.")]
+OnBad = Annotated[
+    PolicyName | None,
+    typer.Option(
+        help="Bad documents: fail at the first (default), or skip and count them "
+        "(default for builtin)."
+    ),
+]
+MaxBytes = Annotated[int | None, typer.Option(help="Stop after this many bytes of text.")]
+Suffix = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Which files of a folder; may be repeated (default: JSONL and parquet, or text where "
+        "there are none)."
+    ),
+]
+Encoding = Annotated[
+    str, typer.Option(help="Encoding of text and JSONL, such as cp1252, latin-1, utf-16.")
+]
+
+
+def open_source(
+    source: str,
+    key: str,
+    on_bad: PolicyName | None,
+    max_bytes: int | None,
+    suffix: list[str] | None,
+    encoding: str,
+) -> Corpus:
+    """The corpus of these options; prints which files of a folder are taken and left out."""
+    from megalite.corpus.corpus import open_corpus
+
+    corpus = open_corpus(
+        source,
+        key=key,
+        policy=None if on_bad is None else on_bad.value,
+        max_bytes=max_bytes,
+        suffixes=suffix,
+        encoding=encoding,
+    )
+    if corpus.selection:
+        typer.echo(f"files      {corpus.selection}")
+    return corpus
+
+
+def left_out(corpus: CorpusReport) -> list[str]:
+    """Lines about documents that were skipped, and about oddities that were noticed."""
+    lines = []
+    if corpus.skipped:
+        counts = ", ".join(f"{fault}: {count:,}" for fault, count in sorted(corpus.skipped.items()))
+        lines.append(f"skipped    {corpus.skipped.total():,} documents ({counts})")
+        lines += [f"           {place}" for place in corpus.places]
+        if (more := corpus.skipped.total() - len(corpus.places)) > 0:
+            lines.append(f"           and {more:,} more")
+    for name, count in sorted(corpus.noticed.items()):
+        lines.append(f"noticed    {name}: {count:,} (first at {corpus.noticed_first[name]})")
+    if corpus.reached_max_bytes:
+        lines.append(
+            "           stopped at --max-bytes, which cut the last document; the source holds more"
+        )
+    return lines
