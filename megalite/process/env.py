@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from megalite.errors import ConfigError
 from megalite.process.launcher import Launch
@@ -57,8 +59,8 @@ def init_process(
     `listener` is a listening socket that rank 0 serves the rendezvous on, so its port is never free
     between choosing and using it. A process on the CPU computes with one thread unless
     OMP_NUM_THREADS sets another number, since the other ranks of the host need the other cores.
-    Raises `ConfigError` as `check_interface` does; an error while joining gets a note with
-    the address.
+    Raises `ConfigError` as `check_interface` does; an error while joining gets notes:
+    the address, and the ranks that did not come.
     """
     if device.type == "cpu" and launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -138,32 +140,44 @@ def _join(
     device: torch.device | None,
     listener: socket.socket | None,
 ) -> None:
-    if launch.source == "torchrun":
-        # torch itself knows whether the agent serves the store, and which restart this is.
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
-        return
-
-    if launch.world_size == 1:
-        store: Store = HashStore()
-    else:
-        listen_fd = None
-        if listener is not None and launch.rank == 0:
-            listen_fd = listener.detach()  # from now on the store owns the descriptor
-        store = TCPStore(
-            launch.master_addr,
-            launch.master_port,
-            launch.world_size,
-            is_master=launch.rank == 0,
+    store = _open_store(launch, timeout, listener)
+    store.set(f"came/{launch.rank}", "")
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
             timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
+            device_id=device,
         )
+    except Exception as error:
+        with suppress(RuntimeError):  # the rank that serves the store may be gone
+            ranks = range(launch.world_size)
+            missing = [str(rank) for rank in ranks if not store.check([f"came/{rank}"])]
+            if missing:
+                error.add_note(f"did not come: rank {', '.join(missing)}")
+        raise
 
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
+
+def _open_store(launch: Launch, timeout: timedelta, listener: socket.socket | None) -> Store:
+    """The store that the ranks meet in."""
+    if launch.source == "torchrun" and dist.is_torchelastic_launched():
+        # torch itself knows whether the agent serves the store, and which restart this is.
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        return PrefixStore("megalite", store)
+    if launch.world_size == 1:
+        return HashStore()
+
+    listen_fd = None
+    if listener is not None and launch.rank == 0:
+        listen_fd = listener.detach()  # from now on the store owns the descriptor
+    return TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        launch.world_size,
+        is_master=launch.rank == 0,
         timeout=timeout,
-        device_id=device,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
     )

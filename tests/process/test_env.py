@@ -171,6 +171,16 @@ def test_who_cannot_join_says_where() -> None:
     )
 
 
+@pytest.mark.long
+def test_who_waits_in_vain_names_the_ranks_that_did_not_come() -> None:
+    listener = hold_port()
+    port = listener.getsockname()[1]
+    launch = Launch(rank=0, world_size=3, local_world_size=3, master_port=port)
+    with pytest.raises(RuntimeError) as caught:
+        init_process(launch, torch.device("cpu"), 0.5, listener=listener)
+    assert "did not come: rank 1, 2" in caught.value.__notes__
+
+
 def test_the_first_process_of_a_host_is_known() -> None:
     assert is_first_on_host({})
     assert [is_first_on_host({"LOCAL_RANK": str(n)}) for n in range(3)] == [True, False, False]
