@@ -12,20 +12,33 @@ import hashlib
 import json
 import platform
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from megalite import __version__
 from megalite.checkpoint.names import MANIFEST
-from megalite.checkpoint.shard_file import DTYPES
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle, why_not_cover
 
 FORMAT_VERSION = 1
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+
+# The types that tensors are stored as, and their codes in safetensors files.
+DTYPE_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -88,7 +101,7 @@ class Manifest(_Strict):
 
         # Loading relies on this: every element of every tensor is stored exactly once.
         for name, tensor in self.tensors.items():
-            if tensor.dtype not in DTYPES:
+            if tensor.dtype not in DTYPE_CODES:
                 raise ValueError(f"tensor {name}: unknown dtype {tensor.dtype!r}")
             for stored in tensor.rectangles:
                 if stored.file not in self.files:
@@ -103,7 +116,7 @@ def make_manifest(**fields: Any) -> Manifest:
     """Build and check a manifest; adds the versions. Raises CheckpointError with the problem."""
     versions = {
         "megalite": __version__,
-        "torch": str(torch.__version__),
+        "torch": version("torch"),
         "python": platform.python_version(),
     }
     try:

@@ -20,21 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.disk import Disk
+from megalite.checkpoint.manifest import DTYPE_CODES
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle, split
 
 # our dtype name -> (torch dtype, safetensors code)
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
-    "float64": (torch.float64, "F64"),
-    "float32": (torch.float32, "F32"),
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float16": (torch.float16, "F16"),
-    "int64": (torch.int64, "I64"),
-    "int32": (torch.int32, "I32"),
-    "int16": (torch.int16, "I16"),
-    "int8": (torch.int8, "I8"),
-    "uint8": (torch.uint8, "U8"),
-    "bool": (torch.bool, "BOOL"),
+    name: (getattr(torch, name), code) for name, code in DTYPE_CODES.items()
 }
 _CHUNK_BYTES = 32 << 20  # written, or mapped for reading, at a time
 

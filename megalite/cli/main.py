@@ -116,7 +116,7 @@ def train(
     launch = read_launch()
     alone = launch.source == "single" and not local
     world_size = None if local or alone else launch.world_size
-    inputs = (missing_extras, missing_inputs, _sidecar_problems)
+    inputs = (missing_extras, missing_inputs, _start_problems)
     run = open_run(config, settings, world_size, keep_dp_open=alone, more=inputs)
 
     from megalite.train.launch import train_command
@@ -124,11 +124,11 @@ def train(
     train_command(run.config, launch, local=local, accept=allowed, flag=flag)
 
 
-def _sidecar_problems(config: RunConfig) -> list[str]:
-    """`sidecar_problems`, imported only when the settings could be read: it needs numpy."""
-    from megalite.train.sidecar_checks import sidecar_problems
+def _start_problems(config: RunConfig) -> list[str]:
+    """`start_problems`, imported only when the settings could be read: it needs numpy."""
+    from megalite.train.start_checks import start_problems
 
-    return sidecar_problems(config)
+    return start_problems(config)
 
 
 @app.command()

@@ -2,5 +2,5 @@
 
 Reading order: loop, then engine and batch (one step), run_data, evaluate, position and policies.
 Resuming: state (in checkpoints), changes (of settings), resume, weights. Before the loop: launch,
-rank, sidecar_checks, kernel_choice. Beside it: pipeline_trace, info.
+rank, start_checks, kernel_choice. Beside it: pipeline_trace, info.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megalite.config import RunConfig
@@ -19,7 +20,7 @@ from megalite.config.resume import ALL_LISTED, DATA, HORIZON, Change, may_change
 from megalite.config.shares import MAX_PARTS
 from megalite.data.fingerprint import WHOLE_BYTES
 from megalite.errors import CheckpointError
-from megalite.run.batch_plan import BatchPlan, batch_plan, horizon_steps
+from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps
 from megalite.run.lr_phases import LrPhases, lr_phases
 
 
@@ -39,6 +40,22 @@ class Changed:
         return (
             f"{self.name} is {toml_value(self.new)}, saved with {toml_value(self.old)}{self.note}"
         )
+
+
+def resumed_plan(config: RunConfig, saved: Any, where: Path) -> tuple[int, BatchPlan]:
+    """The step of the checkpoint `where`, whose state is `saved`, and the plan that continues it.
+
+    Raises CheckpointError for a checkpoint that is beyond the run's end.
+    """
+    step = int(saved["step"])
+    plan = batch_plan(config, [BatchStage(*stage) for stage in saved["stages"]], step)
+    steps = horizon_steps(config, plan)
+    if step > steps:
+        raise CheckpointError(
+            f"{where} is beyond train.steps={steps}; raise train.steps, "
+            "or start a run with another name"
+        )
+    return step, plan
 
 
 def changed_settings(

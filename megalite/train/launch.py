@@ -17,6 +17,7 @@ from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
 from megalite.process.launcher import Launch
 from megalite.process.signals import CAUGHT, SignalFlag
+from megalite.train.start_checks import require_resumable
 
 
 def train_command(
@@ -39,6 +40,7 @@ def train_command(
         if config.parallel.dp is None:  # this process is alone, as the layout wants it
             config = check_and_resolve(config, launch.world_size)
         require_checkpoint(config)
+        require_resumable(config, accept)
         if local:
             code = _run_all_ranks(config, accept, signals)
         else:

@@ -15,8 +15,7 @@ from megalite.checkpoint.find import find_latest
 from megalite.config.resume import DATA, require_resume_mode
 from megalite.config.saved import saved_config
 from megalite.distributed.agree import Ranks
-from megalite.errors import CheckpointError
-from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps
+from megalite.run.batch_plan import BatchPlan
 from megalite.train import state
 from megalite.train.blend_position import BlendPosition, resumed_position
 from megalite.train.changes import (
@@ -24,6 +23,7 @@ from megalite.train.changes import (
     changed_data,
     changed_settings,
     require_accepted,
+    resumed_plan,
     unused,
 )
 from megalite.train.engine import Engine
@@ -66,15 +66,7 @@ def resume(
     # The plan first: it decides the length of the run and the learning rates that are compared.
     manifest: Any = found.manifest
     saved: dict[str, Any] = manifest.state["trainer"]
-    step = int(saved["step"])
-    plan = batch_plan(config, [BatchStage(*stage) for stage in saved["stages"]], step)
-    steps = horizon_steps(config, plan)
-    if step > steps:
-        raise CheckpointError(
-            f"{found.path} is beyond train.steps={steps}; raise train.steps, "
-            "or start a run with another name"
-        )
-
+    step, plan = resumed_plan(config, saved, found.path)
     old = saved_config(manifest.config, str(found.path))
     blend, has_order = resumed_position(saved, old, config, data, plan.first_sample(step))
     changed = [

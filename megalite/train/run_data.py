@@ -9,12 +9,12 @@ from fractions import Fraction
 from functools import cache, partial
 
 from megalite.config import RunConfig
-from megalite.config.inputs import Source, sources, split_set_names
+from megalite.config.inputs import sources, split_set_names
 from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset, TokenSpan
 from megalite.data.fingerprint import Identity
-from megalite.data.sidecar import require_tokenizer
+from megalite.data.inputs import open_dataset, split_source, whole_set
 from megalite.distributed.agree import all_equal
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
@@ -59,10 +59,10 @@ def open_data(config: RunConfig) -> RunData:
         raise ConfigError("data.path is not set; give the prefix that `megalite data` wrote")
 
     # Cached, because several sources or sets may name one dataset, whose check reads much of it.
-    open_dataset = cache(lambda path: _open(path, config))
+    opened = cache(partial(open_dataset, config=config))
     ids_are_known = cache(partial(_check_ids, vocab_size=config.model.vocab_size))
     make = partial(_batches, config, ids_are_known)
-    splits = [_split(open_dataset(source.path), source, config) for source in blend]
+    splits = [split_source(opened(source.path), source, config) for source in blend]
     weights = [source.weight for source in blend]
     train = make([split["train"] for split in splits], config.train.seed, weights)
 
@@ -74,12 +74,12 @@ def open_data(config: RunConfig) -> RunData:
             batches = make([split[part]], _EVALUATION_SEED, once=True)
             sets.append(EvalSet(name, batches, at_end=part == "test"))
     for entry in config.eval.sets:
-        whole = open_dataset(entry.path).span(f"eval set {entry.name}")
+        whole = whole_set(opened(entry.path), entry.name)
         sets.append(EvalSet(entry.name, make([whole], _EVALUATION_SEED, once=True)))
 
     named = [(source.name, source.path) for source in blend]
     named += [(f"eval/{entry.name}", entry.path) for entry in config.eval.sets]
-    identities = {name: open_dataset(path).identity() for name, path in named}
+    identities = {name: opened(path).identity() for name, path in named}
     return RunData(train, tuple(sets), identities)
 
 
@@ -119,24 +119,6 @@ def require_same_data(data: RunData, config: RunConfig, mesh: Mesh) -> None:
             f"is {data.digest[:15]}...); put them on a file system that all nodes share, or copy "
             "them again to every node"
         )
-
-
-def _open(path: str, config: RunConfig) -> TokenDataset:
-    """A dataset; DataError if the config's tokenizer is not the one of its sidecar."""
-    dataset, tokenizer = TokenDataset(path), config.data.tokenizer
-    if tokenizer is not None and dataset.sidecar is not None:
-        require_tokenizer(dataset.sidecar, dataset.prefix, tokenizer)
-    return dataset
-
-
-def _split(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, TokenSpan]:
-    """The spans of a source by part; DataError, with its name, for a part without a sample."""
-    try:
-        return dataset.split(config.data.split, config.data.seq_length)
-    except DataError as error:
-        if not config.data.sources:
-            raise
-        raise DataError(f"{source.setting} ({source.name}): {error}") from None
 
 
 def _check_ids(dataset: TokenDataset, vocab_size: int) -> bool:

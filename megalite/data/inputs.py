@@ -1,0 +1,36 @@
+"""The datasets that a config names, opened and held against it. Without torch.
+
+Two callers: the command line, which reports every problem before anything is started
+(train/start_checks.py), and the ranks, which train on them (train/run_data.py).
+"""
+
+from __future__ import annotations
+
+from megalite.config import RunConfig
+from megalite.config.inputs import Source
+from megalite.data.dataset import TokenDataset, TokenSpan
+from megalite.data.sidecar import require_tokenizer
+from megalite.errors import DataError
+
+
+def open_dataset(path: str, config: RunConfig) -> TokenDataset:
+    """A dataset; DataError if the config's tokenizer is not the one of its sidecar."""
+    dataset, tokenizer = TokenDataset(path), config.data.tokenizer
+    if tokenizer is not None and dataset.sidecar is not None:
+        require_tokenizer(dataset.sidecar, dataset.prefix, tokenizer)
+    return dataset
+
+
+def split_source(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, TokenSpan]:
+    """The spans of a source by part; DataError, with its name, for a part without a sample."""
+    try:
+        return dataset.split(config.data.split, config.data.seq_length)
+    except DataError as error:
+        if not config.data.sources:
+            raise
+        raise DataError(f"{source.setting} ({source.name}): {error}") from None
+
+
+def whole_set(dataset: TokenDataset, name: str) -> TokenSpan:
+    """The span of an evaluation set."""
+    return dataset.span(f"eval set {name}")

@@ -1,0 +1,122 @@
+"""Checks of what a run starts from, before torch is imported: datasets, run folder, checkpoint.
+
+The ranks check them again, since each may see another disk (run_data.py, resume.py), and with what
+needs torch. Every byte of a dataset whose sidecar has a checksum is read here, where its files have
+up to CHECKED_BYTES; of larger ones the fingerprint stands for the whole, as a start must not take
+minutes, and `megalite data inspect` reads the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.names import checkpoints_of, list_steps
+from megalite.checkpoint.store import check_sizes
+from megalite.config import RunConfig
+from megalite.config.inputs import sources
+from megalite.config.saved import saved_config
+from megalite.data.dataset import TokenDataset
+from megalite.data.indexed import file_of
+from megalite.data.inputs import open_dataset, split_source, whole_set
+from megalite.data.sidecar import require_checksum
+from megalite.errors import CheckpointError, DataError
+from megalite.train.changes import changed_settings, require_accepted, resumed_plan
+
+CHECKED_BYTES = 1 << 30  # read and summed in less than a second
+
+
+def start_problems(config: RunConfig) -> list[str]:
+    """One line for each dataset that is damaged or does not fit, and for an unusable run folder.
+
+    Missing files are left out: `config.inputs.missing_inputs` names them.
+    """
+    return [*_data_problems(config), *_folder_problems(config.folder)]
+
+
+def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
+    """Raise CheckpointError where the newest checkpoint was saved with other settings.
+
+    config: resolved. A checkpoint that is damaged is left to the ranks, which look for a sound one.
+    """
+    steps = list_steps(checkpoints_of(config.folder))
+    if not steps:
+        return
+    _, path = steps[-1]
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest, list(manifest.files))
+    except CheckpointError:
+        return
+    step, plan = resumed_plan(config, manifest.state["trainer"], path)
+    old = saved_config(manifest.config, str(path))
+    require_accepted(changed_settings(old, config, plan, step), accept, path.name)
+
+
+def _data_problems(config: RunConfig) -> list[str]:
+    paths = [source.path for source in sources(config.data)]
+    paths += [entry.path for entry in config.eval.sets]
+    problems: list[str] = []
+    for path in dict.fromkeys(paths):
+        if all(file_of(path, suffix).is_file() for suffix in (".bin", ".idx")):
+            for check in (_check_content, _check_ids, _check_tokenizer, _check_samples):
+                problems += _lines_of(check, path, config)
+    return list(dict.fromkeys(problems))  # each check may fail to open one dataset
+
+
+def _lines_of(check: Callable[[str, RunConfig], None], path: str, config: RunConfig) -> list[str]:
+    """The error that a check raises, as a line; none if it passes."""
+    try:
+        check(path, config)
+    except DataError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename or path}: cannot be read: {error.strerror}"]
+    return []
+
+
+def _check_content(path: str, config: RunConfig) -> None:
+    dataset = TokenDataset(path)
+    sidecar, indexed = dataset.sidecar, dataset.indexed
+    size = indexed.bin_path.stat().st_size + indexed.idx_path.stat().st_size
+    if sidecar is not None and size <= CHECKED_BYTES:
+        require_checksum(sidecar, indexed)
+
+
+def _check_ids(path: str, config: RunConfig) -> None:
+    TokenDataset(path).check_vocab(config.model.vocab_size)
+
+
+def _check_tokenizer(path: str, config: RunConfig) -> None:
+    if config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
+        open_dataset(path, config)
+
+
+def _check_samples(path: str, config: RunConfig) -> None:
+    """Sequences that are too long for the data."""
+    dataset = TokenDataset(path)
+    for source in sources(config.data):
+        if source.path == path:
+            split_source(dataset, source, config)
+    for entry in config.eval.sets:
+        if entry.path == path:
+            whole_set(dataset, entry.name).require_samples(config.data.seq_length)
+
+
+def _folder_problems(folder: Path) -> Iterator[str]:
+    """The reason why a run folder cannot be made or written to."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    inside = [folder / "checkpoints", folder / "metrics.jsonl"]
+    if not nearest.is_dir():
+        reason = f"{nearest} is no folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"{nearest} may not be written to"
+    elif inside[0].exists() and not inside[0].is_dir():
+        reason = f"{inside[0]} is no folder"
+    elif inside[1].is_dir():
+        reason = f"{inside[1]} is a folder"
+    else:
+        return
+    yield f"run folder {folder} cannot be written: {reason}; change out or name"
