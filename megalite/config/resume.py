@@ -44,7 +44,8 @@ _FREE_KEYS = (
     "optimizer.max_skips",
 )
 _NEVER_SECTIONS = ("model",)
-_NEVER_KEYS = ("data.seq_length",)  # positions in the data are counted in samples
+# Positions in the data are counted in samples; moments are saved as their algorithm and type.
+_NEVER_KEYS = ("data.seq_length", "optimizer.name", "optimizer.moment_dtype")
 _NOT_NEVER = ("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout")
 
 # Together they decide when the run and its decay end; free as long as no learning rate moves.

@@ -55,8 +55,8 @@ class LossScaler:
         }
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore the values that `state` returned."""
-        if self.enabled:
+        """Restore the values that `state` returned; a run of another type had none."""
+        if self.enabled and state.keys() >= self.state().keys():
             self.scale = state["loss_scale"]
             self._good_steps = int(state["loss_scale_good_steps"])
             self._hysteresis = int(state["loss_scale_hysteresis"])

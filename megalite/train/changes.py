@@ -22,6 +22,8 @@ from megalite.data.fingerprint import WHOLE_BYTES
 from megalite.errors import CheckpointError
 from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_steps
 from megalite.run.lr_phases import LrPhases, lr_phases
+from megalite.run.parameters import stage_parameters, whole_model
+from megalite.run.rules import rule_of
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def changed_settings(
             needs, note = "accept", horizon_note
         elif name in HORIZON:
             needs = "free"
+        if needs == "accept" and (unfit := _why_unfit(old, new, name)):
+            needs, note = "never", f" ({unfit})"
         changed.append(Changed(name, _comparable(old, name), _comparable(new, name), needs, note))
     return changed
 
@@ -121,7 +125,7 @@ def require_accepted(changed: Sequence[Changed], accept: frozenset[str], where: 
     if not never and not refused:
         return
     lines = [f"{where} was saved with other settings"]
-    lines += [f"{c.text} (cannot change within a run)" for c in never]
+    lines += [c.text if c.note else f"{c.text} (cannot change within a run)" for c in never]
     lines += [c.text for c in refused]
     if not never:
         names = ",".join(c.name for c in listed)
@@ -145,6 +149,21 @@ def as_records(changed: Sequence[Changed]) -> list[dict[str, Any]]:
         {"key": c.name, "old": c.old, "new": c.new, "accepted": c.needs == "accept"}
         for c in changed
     ]
+
+
+def _why_unfit(old: RunConfig, new: RunConfig, name: str) -> str:
+    """The reason why a checkpoint of `old` would not fit `new` by this setting; "" if it does."""
+    if name == "train.dtype" and "float64" in (old.train.dtype, new.train.dtype):
+        return "cannot change within a run: its numbers are saved in float64 or in float32"
+    if name == "optimizer.groups" and _algorithms(old) != _algorithms(new):
+        return "cannot change within a run: AdamW and Muon keep other moments of a parameter"
+    return ""
+
+
+def _algorithms(config: RunConfig) -> list[str]:
+    """The algorithm that updates each parameter."""
+    specs = stage_parameters(config.model, whole_model(config.model), sequence_parallel=False)
+    return [rule_of(spec, config.optimizer).algorithm for spec in specs]
 
 
 def _same_rates(before: LrPhases, now: LrPhases, schedule: str, position: int) -> bool:

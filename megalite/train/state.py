@@ -18,6 +18,7 @@ from megalite.checkpoint.save import save
 from megalite.distributed.agree import Ranks
 from megalite.distributed.mesh import Mesh
 from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.optim.shard import EMA
 from megalite.train.engine import Engine
 
 
@@ -62,8 +63,20 @@ def save_run(engine: Engine, root: Path, step: int, trainer_state: dict[str, Any
 
 
 def load_run(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Fill the engine from a checkpoint; all ranks call it."""
-    load(checkpoint, named_pieces(engine.optimizer, engine.mesh), Ranks(engine.mesh.world))
+    """Fill the engine from a checkpoint; all ranks call it.
+
+    An average of the weights that the run keeps and the checkpoint does not begins at the weights;
+    one that only the checkpoint has is left out.
+    """
+    optimizer, mesh = engine.optimizer, engine.mesh
+    saved_kinds = {name.partition("/")[0] for name in checkpoint.manifest.tensors}
+    both = (EMA in saved_kinds) == (engine.config.optimizer.ema_decay is not None)
+    kinds = None if both else saved_kinds - {EMA}
+    load(checkpoint, named_pieces(optimizer, mesh, kinds), Ranks(mesh.world), whole_kinds=kinds)
+
     saved: Any = checkpoint.manifest.state
-    engine.optimizer.load_scalars(saved["optimizer"])
-    engine.optimizer.after_load()
+    optimizer.load_scalars(saved["optimizer"])
+    if both:
+        optimizer.after_load()
+    else:
+        optimizer.after_weights_load()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from unittest import mock
 
 import pytest
+import torch
 
+from megalite.checkpoint.shard_file import read_shard
+from megalite.config import RunConfig, TrainConfig
 from megalite.config.names import keys
 from megalite.config.resume import HORIZON, accepted, may_change
 from megalite.distributed.agree import require_same_config
@@ -16,7 +21,16 @@ from megalite.run.batch_plan import BatchStage, batch_plan
 from megalite.train.changes import changed_settings
 from megalite.train.loop import Trainer
 from tests.pool import RankPool
-from tests.train.kit.runs import GLOBAL_BATCH, LAYOUTS, lines, make_config, train, write_tokens
+from tests.train.kit.runs import (
+    GLOBAL_BATCH,
+    LAYOUTS,
+    checkpoint_tensors,
+    lines,
+    make_config,
+    train,
+    train_one,
+    write_tokens,
+)
 
 PLACES = ("out", "data.path")  # the folder is a copy
 
@@ -161,6 +175,154 @@ def test_the_length_saved_is_that_of_the_batches_the_run_really_had() -> None:
     assert {change.name: change.needs for change in found} == dict.fromkeys(
         ("train.steps", "train.tokens", "optimizer.decay_steps"), "free"
     )
+
+
+DTYPES = get_args(TrainConfig.model_fields["dtype"].annotation)
+MUON = {"optimizer.name": "muon"}
+WSD = {"optimizer.lr_schedule": "wsd", "optimizer.wsd_decay_steps": 2}
+WSD_TOKENS = {"optimizer.lr_schedule": "wsd", "optimizer.wsd_decay_tokens": 128}
+HALF = {"train.dtype": "float16"}
+RAMP = {
+    "train.batch_ramp_start": 2,
+    "train.batch_ramp_increment": 1,
+    "train.batch_ramp_samples": 8,
+}
+RAMP_TOKENS = {**RAMP, "train.batch_ramp_samples": None, "train.batch_ramp_tokens": 128}
+NO_WARMUP = {"optimizer.warmup_steps": 0}
+ALL_ADAMW = [{"match": "*", "algorithm": "adamw"}]
+
+# Each setting that may be accepted: what else the two runs have, and two values of it.
+PAIRS: list[tuple[str, dict[str, Any], Any, Any]] = [
+    *((f"model.{kind}_dropout", {}, 0.0, 0.1) for kind in ("embedding", "attention", "residual")),
+    ("optimizer.lr", {}, 1e-2, 5e-3),
+    ("optimizer.min_lr", {}, 0.0, 1e-3),
+    ("optimizer.lr_schedule", {}, "cosine", "linear"),
+    ("optimizer.warmup_steps", {}, 2, 1),
+    ("optimizer.warmup_tokens", NO_WARMUP, None, 64),
+    ("optimizer.decay_steps", {}, None, 5),
+    ("optimizer.decay_tokens", {}, None, 320),
+    ("optimizer.wsd_decay_steps", WSD, 2, 3),
+    ("optimizer.wsd_decay_tokens", WSD_TOKENS, 128, 192),
+    ("optimizer.wsd_decay_shape", WSD, "1-sqrt", "linear"),
+    ("optimizer.beta1", {}, 0.9, 0.8),
+    ("optimizer.beta2", {}, 0.95, 0.9),
+    ("optimizer.eps", {}, 1e-8, 1e-7),
+    ("optimizer.weight_decay", {}, 0.1, 0.0),
+    ("optimizer.groups", {}, [], [{"match": "*", "lr_scale": 0.5}]),
+    ("optimizer.groups", MUON, [], ALL_ADAMW),
+    ("optimizer.ema_decay", {}, None, 0.5),
+    ("optimizer.ema_decay", {}, 0.9, 0.5),
+    ("optimizer.grad_reduce_dtype", {"parallel.dp": 2}, "float32", "bfloat16"),
+    ("optimizer.loss_scale", HALF, 65536.0, 1024.0),
+    ("optimizer.loss_scale_min", HALF, 1.0, 2.0),
+    ("optimizer.loss_scale_interval", HALF, 1000, 2),
+    ("optimizer.loss_scale_hysteresis", HALF, 2, 1),
+    ("optimizer.loss_scale_backoff", HALF, 0.5, 0.25),
+    ("optimizer.muon_momentum", MUON, 0.95, 0.9),
+    ("optimizer.muon_nesterov", MUON, True, False),
+    ("optimizer.muon_steps", MUON, 5, 3),
+    ("optimizer.muon_scale", MUON, "adamw_rms", "spectral"),
+    ("optimizer.muon_dtype", MUON, "float32", "bfloat16"),
+    ("optimizer.clip_grad", {}, 1.0, None),
+    ("data.document_masks", {}, False, True),
+    ("data.split", {}, (1.0, 0.0), (0.9, 0.1)),
+    ("train.steps", {}, 6, 5),
+    ("train.tokens", {"train.steps": 0}, 384, 320),
+    ("train.global_batch", {}, 4, 2),
+    ("train.batch_ramp_start", RAMP, 2, 1),
+    ("train.batch_ramp_increment", RAMP, 1, 2),
+    ("train.batch_ramp_samples", RAMP, 8, 12),
+    ("train.batch_ramp_tokens", RAMP_TOKENS, 128, 192),
+    ("train.seed", {}, 1, 2),
+    *(("train.dtype", {}, one, other) for one, other in itertools.combinations(DTYPES, 2)),
+    ("train.z_loss", {}, 0.0, 1e-4),
+    ("train.label_smoothing", {}, 0.0, 0.1),
+]
+
+
+def test_the_pairs_are_all_settings_that_may_be_accepted() -> None:
+    listed = {name for name in keys() if may_change(name) == "accept"}
+    # Sources are in test_blend_position.py, and TF32 has no effect on a CPU.
+    assert {name for name, *_ in PAIRS} == listed - {"data.sources", "train.tf32"}
+
+
+def changed_both_ways(
+    ctx: Any, folder: Path, name: str, rest: dict[str, Any], *values: Any
+) -> list[tuple[Any, ...]]:
+    """Runs in a rank: saves with one value, resumes with the other; codes or errors."""
+    found = []
+    for run, (one, other) in {"there": values, "back": values[::-1]}.items():
+        options = {k.replace(".", "__"): v for k, v in {"model.num_layers": 1, **rest}.items()}
+        key = name.replace(".", "__")
+        before = make_config(folder, run, **{**options, key: one})
+        after = make_config(folder, run, **{**options, key: other})
+        stopped = train_one(ctx, before, 1)
+        read: list[str] = []
+
+        def listen(path: Path, reads: Any, read: list[str] = read) -> None:
+            read.append(path.name)
+            read_shard(path, reads)
+
+        with mock.patch("megalite.checkpoint.load.read_shard", listen):
+            refused = accept_one(ctx, after, [])
+            assert read == [], name
+            done = accept_one(ctx, after, ["all-listed"])  # tokens change the steps, too
+        found.append((one, other, stopped.code, refused, done, len(read)))
+    return found
+
+
+def accept_one(ctx: Any, config: RunConfig, names: list[str]) -> Any:
+    parallel = config.parallel
+    mesh = ctx.mesh(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp)
+    try:
+        return Trainer(config, mesh, accept=accepted(names)).run(3)
+    except MegaliteError as error:
+        return str(error)
+
+
+@pytest.mark.long
+def test_each_accepted_change_resumes_or_is_refused_before_anything_is_read(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    refusals = []
+    for number, (name, rest, *values) in enumerate(PAIRS):
+        folder = tmp_path / str(number)
+        write_tokens(folder / "data", 5 * GLOBAL_BATCH)
+        found = pool.run(changed_both_ways, rest.get("parallel.dp", 1), folder, name, rest, *values)
+        for one, other, stopped, refused, done, num_read in found[0]:
+            assert stopped == 75, (name, one)
+            assert f"\n{name} is " in refused, (name, one, other, refused)
+            if done == 75:
+                assert num_read > 0
+                assert name in refused.partition("--accept ")[2].split(",")
+            else:
+                assert num_read == 0, (name, one, other, done)
+                assert f"{name} is " in done
+                assert " (cannot change within a run: " in done
+                assert "--accept" not in refused
+                refusals.append((name, one, other))
+    others = ("float32", "bfloat16", "float16")
+    assert set(map(repr, refusals)) == {
+        *(repr(("train.dtype", "float64", other)) for other in others),
+        *(repr(("train.dtype", other, "float64")) for other in others),
+        repr(("optimizer.groups", [], ALL_ADAMW)),
+        repr(("optimizer.groups", ALL_ADAMW, [])),
+    }
+
+
+def test_an_average_begins_at_the_weights_and_a_scale_at_its_start(
+    pool: RankPool, folder: Path
+) -> None:
+    changes = {"train__dtype": "float16", "optimizer__ema_decay": 0.5, "train__steps": 3}
+    before = checkpoint_tensors(folder / "run", 2)
+    ((code, _),) = pool.run(resumed, 1, folder, "all-listed", {**changes, "optimizer__lr": 0.0})
+    assert code == 0
+    after = checkpoint_tensors(folder / "run", 3)
+    for name, tensor in before.items():
+        if name.startswith("param/"):
+            assert torch.equal(after[name], tensor), name
+            assert torch.equal(after[name.replace("param/", "ema/")], tensor), name
+    assert lines(folder / "run", "step")[-1]["loss_scale"] == 65536.0
 
 
 def agree(ctx: Any, folder: Path, odd_rank: int) -> str:
