@@ -238,9 +238,13 @@ def test_a_service_that_refuses_the_run_leaves_it_offline(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_start_that_hangs_is_given_up_with_one_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["init", "log", "finish", "teardown"])
+def test_a_service_that_hangs_is_given_up_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     never = threading.Event()
-    fake = FakeWandb(on_init=never.wait)
+    fake = FakeWandb()
+    monkeypatch.setattr(fake, where, lambda *line, **options: never.wait())
     warnings: list[str] = []
     chosen = WandbConfig(project="p", mode="offline", timeout_s=1.0)
     sink = WandbSink(chosen, tmp_path, "name", warnings.append, fake)

@@ -112,6 +112,33 @@ def test_every_sample_of_a_set_counts_once_and_padding_not_at_all(
         assert result.loss == pytest.approx(total / result.tokens, rel=1e-13)
 
 
+@pytest.mark.parametrize("layout", ["serial", "dp2", "pp2"])
+def test_a_set_of_the_samples_of_a_step_has_its_loss(
+    pool: RankPool, folder: Path, layout: str
+) -> None:
+    """Without dropout and at rate 0: both losses are the mean over the same ragged tokens."""
+    write_tokens(folder / "batch", GLOBAL_BATCH, seed=4)
+    config = make_config(
+        folder,
+        f"same-{layout}",
+        layout,
+        data__path=str(folder / "batch"),
+        data__document_masks=True,
+        eval__interval=1,
+        eval__sets=[{"name": "seen", "path": str(folder / "batch")}],
+        optimizer__lr=0.0,
+        train__dtype="float64",
+        train__steps=2,
+    )
+    for (outcome,) in pool.run(train, world_size(config), [(config, None)]):
+        assert outcome.code == 0, outcome.error
+    trained, evaluated = (lines(folder / config.name, kind) for kind in ("step", "eval"))
+    assert len(trained) == len(evaluated) == 2
+    for step, result in zip(trained, evaluated, strict=True):
+        assert result["tokens"] == step["loss_tokens"] < TOKENS
+        assert result["loss"] == pytest.approx(step["loss"], rel=1e-13)
+
+
 @pytest.mark.long
 def test_it_is_done_at_its_interval_and_at_the_end_and_changes_nothing(
     pool: RankPool, folder: Path
