@@ -14,6 +14,10 @@ from megalite.config import OptimizerConfig, RunConfig
 # 2^-9 to 2^-8: the moment never fades. 1 - beta >= 2^-7 is at least one unit in the last place.
 _MAX_BF16_BETA = 1 - 2**-7
 
+# The smallest normal number of float32, in which norms and updates are computed unless all is
+# float64: less may come to 0, and 0 / 0 is what an eps is to prevent.
+_MIN_EPS = 2.0**-126
+
 
 def precision_problems(config: RunConfig) -> Iterator[str]:
     """One line for each setting that does not fit another one."""
@@ -23,6 +27,9 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
             f"optimizer.loss_scale_min={optimizer.loss_scale_min:g} is above "
             f"optimizer.loss_scale={optimizer.loss_scale:g}; use at most {optimizer.loss_scale:g}"
         )
+    for name, eps in (("optimizer.eps", optimizer.eps), ("model.norm_eps", config.model.norm_eps)):
+        if eps < _MIN_EPS and config.train.dtype != "float64":
+            yield f"{name}={eps:g} is 0 in float32; use 1.2e-38 or more, such as 1e-8"
     if optimizer.moment_dtype == "bfloat16":
         yield from _bf16_moments(optimizer)
     if config.eval.weights == "ema" and config.optimizer.ema_decay is None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis, Mesh
-from megalite.distributed.precision import DTYPES
+from megalite.distributed.precision import DTYPES, main_grad_dtype
 from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings
 from megalite.kernels.plain.adamw import ReferenceAdamW
 from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
@@ -55,6 +55,7 @@ class StepResult:
     grad_norm: float
     clip_coefficient: float
     skipped: bool
+    usable: bool  # gradients are finite, and small enough for the moments
     num_bad_ranks: int  # ranks with inf or nan among their gradients
     num_updates: int  # updates applied so far: AdamW's t
     loss_scale: float = 1.0  # of this step's gradients
@@ -80,7 +81,7 @@ class DistributedOptimizer:
         device: torch.device,
         ops: AdamWOperations | None = None,
     ) -> None:
-        self._mesh, self._config, self._device = mesh, config, device
+        self._mesh, self._config, self._device, self._dtype = mesh, config, device, dtype
         self._ops = ops or ReferenceAdamW()
         self._num_updates = 0
         self._scaler = LossScaler(config, enabled=dtype == torch.float16)
@@ -149,7 +150,7 @@ class DistributedOptimizer:
         skip_update: reduce and measure gradients, but leave them, weights and state as they are.
 
         Raises NonFiniteGradientError, on every rank alike and with all state untouched, when
-        gradients are not finite and `non_finite` is "stop", or "skip" skipped `max_skips` already.
+        gradients are unusable and `non_finite` is "stop", or "skip" skipped `max_skips` already.
         """
         for reducer in self._reducers:
             reducer.wait()
@@ -165,26 +166,20 @@ class DistributedOptimizer:
 
         # All ranks have the same norm, so they decide alike, before any weight or state is written.
         scale = self._scaler.scale  # the scale of these gradients; the policy may change it
-        if not norm.finite:
-            self._skips.skip_or_stop(norm, self._num_updates, self._pieces)
-            return StepResult(
-                grad_norm=norm.value,
-                clip_coefficient=1.0,
-                skipped=True,
-                num_bad_ranks=norm.num_bad_ranks,
-                num_updates=self._num_updates,
-                loss_scale=scale,
-            )
-        self._skips.good_step()
-
         coefficient = clip_coefficient(norm.value / scale, self._config.clip_grad)
-        if not skip_update:
+        usable = norm.fits(coefficient / scale, main_grad_dtype(self._dtype))
+        if not usable:
+            self._skips.skip_or_stop(norm, self._num_updates, self._pieces)
+        else:
+            self._skips.good_step()
+        if usable and not skip_update:
             self._update(lr, coefficient / scale)
         return StepResult(
             grad_norm=norm.value / scale,
             clip_coefficient=coefficient,
-            skipped=skip_update,
-            num_bad_ranks=0,
+            skipped=skip_update or not usable,
+            usable=usable,
+            num_bad_ranks=norm.num_bad_ranks,
             num_updates=self._num_updates,
             loss_scale=scale,
         )

@@ -107,8 +107,12 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = _COEFFICIENTS
     rows, columns = matrix.shape
     x = matrix.t() if rows > columns else matrix
-    norm = torch.linalg.vector_norm(x).clamp_min(torch.finfo(matrix.dtype).tiny)
-    x = (x / norm).to(dtype)
+    tiny = torch.finfo(matrix.dtype).tiny
+
+    # First by a power of two, which changes no bit, so that no square in the norm is 0 or inf.
+    largest = torch.linalg.vector_norm(x, math.inf).clamp_min(tiny)
+    x = x / (largest / torch.frexp(largest).mantissa)
+    x = (x / torch.linalg.vector_norm(x).clamp_min(tiny)).to(dtype)
     for _ in range(steps):
         gram = Kernels.linear(x, x)
         slope = b * gram + c * Kernels.linear(gram, gram)  # gram is symmetric

@@ -1,4 +1,4 @@
-"""The policy for steps whose gradients are not finite: skip and count them, or end the run.
+"""The policy for steps whose gradients are not finite or too large: skip and count, or end the run.
 
 In float16 the loss scale is lowered first; only where it cannot get smaller do the settings
 `non_finite` and `max_skips` decide, as they do in every other type.
@@ -42,14 +42,19 @@ class SkipPolicy:
             self.num_skips += 1
             return
         names = ", ".join(_non_finite_names(pieces)) or "none"
+        ranks = "1 rank" if norm.num_bad_ranks == 1 else f"{norm.num_bad_ranks} ranks"
+        fault = f"not finite: norm {norm.value}, on {ranks} (here: {names})"
+        if norm.finite:
+            dtype = str(pieces[0].grad.dtype).removeprefix("torch.")
+            fault = f"too large: their norm of {norm.value:g} has no square in {dtype}"
+        can_clip = norm.finite and self._config.clip_grad is None
         scaler = self._scaler
         raise NonFiniteGradientError(
-            f"gradients of update {num_updates + 1} are not finite: norm {norm.value}, on "
-            f"{norm.num_bad_ranks} {'rank' if norm.num_bad_ranks == 1 else 'ranks'} (here: {names})"
+            f"gradients of update {num_updates + 1} are {fault}"
             + (f", at the smallest loss scale {scaler.scale:g}" if scaler.enabled else "")
             + (f", after {self.num_skips} skipped steps in a row" if skipping else "")
             + "; weights and optimizer state are as before this update. Lower optimizer.lr, check "
-            + "the data, or "
+            + ("the data, set optimizer.clip_grad, or " if can_clip else "the data, or ")
             + ("raise optimizer.max_skips" if skipping else 'set optimizer.non_finite = "skip"')
         )
 

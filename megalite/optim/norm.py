@@ -1,4 +1,4 @@
-"""The global gradient norm, the non-finite check and clipping. Updates no weights.
+"""The global gradient norm, the check that an update can use it, and clipping. Updates no weights.
 
 Norm: the 2-norm over every parameter of the whole model, each counted once: a parameter that all
 tp ranks hold counts on tp rank 0 only, the second copy of a tied weight never, and replicas of one
@@ -36,6 +36,16 @@ class GradNorm:
     def finite(self) -> bool:
         """True if all gradients are, and their norm has not overflowed."""
         return self.num_bad_ranks == 0 and math.isfinite(self.value)
+
+    def fits(self, factor: float, dtype: torch.dtype) -> bool:
+        """True if gradients, and squares of gradients, have a value in `dtype` once multiplied.
+
+        The norm is summed in more bits than the moments have, and bounds every element: so a
+        gradient that would make a moment inf is seen without a look at any.
+        """
+        limits = torch.finfo(dtype)
+        largest = math.sqrt(limits.max) / 2
+        return self.finite and factor >= limits.tiny and self.value * factor <= largest
 
 
 @torch.no_grad()

@@ -72,8 +72,10 @@ class ParamStats:
         sums, most = self._measure(before, rows)
         comm.all_reduce(sums, self._mesh.world)
         comm.all_reduce(most, self._mesh.world, op="max")
-        # The gradients have been scaled by the clipping; the record has them as they were before.
-        sums[:, _GRAD_SQUARES] /= result.clip_coefficient**2
+        # The record has gradients as they were before clipping, and divided by the loss scale: a
+        # step without an update leaves them as they are.
+        factor = result.loss_scale if result.skipped else result.clip_coefficient
+        sums[:, _GRAD_SQUARES] /= factor**2
         return _report(parameters, sums.tolist(), most.tolist())
 
     def _measure(self, before: _Before, rows: dict[str, int]) -> tuple[Tensor, Tensor]:

@@ -222,7 +222,7 @@ class Trainer:
 
     def _count_skip(self, result: StepResult, spike: Spike | None) -> None:
         """Count and record a step that left the weights alone; its data is used up all the same."""
-        is_spike = spike is not None and result.num_bad_ranks == 0
+        is_spike = spike is not None and result.usable
         reason = SPIKE if is_spike else NON_FINITE
         self.at.skips[reason] += 1
         count = self.at.skips[reason]
@@ -230,8 +230,8 @@ class Trainer:
             text = f"{spike.text}; update skipped ({count} so far)"
         else:
             text = (
-                f"gradients are not finite; update skipped ({count} so far, loss scale "
-                f"{result.loss_scale:g})"
+                f"gradients are not finite or too large; update skipped ({count} so far, "
+                f"loss scale {result.loss_scale:g})"
             )
         self.log.skip(self.step, reason, text, count, result.loss_scale)
 

@@ -44,6 +44,10 @@ from tests.checks.test_settings import config
         ({"parallel__dp": 1, "optimizer__grad_reduce_dtype": "bfloat16"},
          "optimizer.grad_reduce_dtype=bfloat16 has no effect: parallel.dp=1 reduces no gradients; "
          "remove it or set parallel.dp >= 2"),
+        ({"optimizer__eps": 1e-50},
+         "optimizer.eps=1e-50 is 0 in float32; use 1.2e-38 or more, such as 1e-8"),
+        ({"model__norm_eps": 1e-46, "train__dtype": "bfloat16"},
+         "model.norm_eps=1e-46 is 0 in float32; use 1.2e-38 or more, such as 1e-8"),
         ({"eval__interval": 5, "eval__weights": "ema"},
          "eval.weights=ema needs an average of the weights, but optimizer.ema_decay is not set; "
          "set it to for example 0.999, or eval.weights=model"),
@@ -56,6 +60,7 @@ def test_one_mistake_one_line(settings: dict[str, Any], line: str) -> None:
 def test_what_fits_is_accepted() -> None:
     assert check_config(config(train__dtype="float16", optimizer__loss_scale=8.0)) == []
     assert check_config(config(optimizer__moment_dtype="bfloat16", optimizer__beta2=0.99)) == []
+    assert check_config(config(optimizer__eps=1e-50, train__dtype="float64")) == []
     groups = [{"match": "layers.0.*", "algorithm": "adamw"}]
     assert check_config(config(optimizer__name="muon", optimizer__groups=groups)) == []
 

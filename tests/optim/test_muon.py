@@ -57,6 +57,18 @@ def test_newton_schulz_of_zero_is_zero_and_of_bf16_is_near() -> None:
     assert 1e-4 < float((narrow - wide).abs().max()) < 5 * 2**-7
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("power", [-115, -60, 60, 115])
+def test_newton_schulz_of_entries_whose_squares_have_no_float(
+    power: int, dtype: torch.dtype
+) -> None:
+    """A norm by squares would be 0 or inf: the direction would be NaN, or nothing."""
+    matrix = torch.randn(6, 9, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    want = orthogonalise(matrix, 5, dtype)
+    assert torch.equal(orthogonalise(matrix * 2.0**power, 5, dtype), want)
+    assert want.isfinite().all()
+
+
 def test_update_scales() -> None:
     assert update_scale(64, 256, "adamw_rms") == pytest.approx(0.2 * 16)
     assert update_scale(256, 64, "spectral") == 2.0

@@ -17,10 +17,12 @@ from tests.optim.kit.synthetic import SyntheticChunk, accumulate, layer_specs, m
 from tests.pool import RankContext, RankPool
 
 
-def skip_one(ctx: RankContext, zero: int, bad_rank: int, bad: float, name: str) -> dict[str, Any]:
+def skip_one(
+    ctx: RankContext, bad_rank: int, bad: float, name: str, dtype: torch.dtype, settings: Any
+) -> dict[str, Any]:
     """A good step, one with a bad element on one rank, a good step."""
     mesh = ctx.mesh(tp=2, pp=2)
-    chunks, optimizer = make(mesh, zero=zero, non_finite="skip")
+    chunks, optimizer = make(mesh, dtype, non_finite="skip", **settings)
     train(chunks, optimizer, mesh, 1)
     optimizer.wait_params()
     live = [s.tensor for s in optimizer.named_state()]
@@ -36,7 +38,9 @@ def skip_one(ctx: RankContext, zero: int, bad_rank: int, bad: float, name: str) 
         "bad_ranks": skipped.num_bad_ranks,
         "untouched": untouched,
         "updates": (skipped.num_updates, after.num_updates),
+        "norm": skipped.grad_norm,
         "after": (after.skipped, after.grad_norm.hex()),
+        "finite": all(bool(x.isfinite().all()) for x in live),
     }
 
 
@@ -53,13 +57,50 @@ def test_one_bad_element_on_one_rank_skips_everywhere(
     pool: RankPool, zero: int, bad_rank: int, bad: float, name: str
 ) -> None:
     """J01: weights, moments and step count untouched; the same decision on all ranks."""
-    ranks = pool.run(skip_one, 8, zero, bad_rank, bad, name)
+    ranks = pool.run(skip_one, 8, bad_rank, bad, name, torch.float64, {"zero": zero})
     assert all(rank["skipped"] and rank["untouched"] for rank in ranks)
     assert all(rank["updates"] == (1, 2) for rank in ranks)
     assert ranks[0]["bad_ranks"] >= 1
     assert len({rank["bad_ranks"] for rank in ranks}) == 1
     assert len({rank["after"] for rank in ranks}) == 1
     assert not ranks[0]["after"][0]
+
+
+# Finite in its own type and in the norm's; its square is not, in the type of the moments.
+LARGE = 1e25
+TOO_LARGE: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {"zero": 0}),
+    (torch.float32, {"zero": 1, "name": "muon"}),
+    (torch.bfloat16, {"zero": 1}),
+    (torch.bfloat16, {"zero": 1, "moment_dtype": "bfloat16"}),
+    (torch.float16, {"zero": 1, "loss_scale": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "settings"), TOO_LARGE)
+@pytest.mark.parametrize("name", ["layers.0.up", "embedding.weight"])
+def test_one_element_too_large_for_the_moments_skips_everywhere(
+    pool: RankPool, name: str, dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    ranks = pool.run(skip_one, 8, 0, LARGE, name, dtype, {"clip_grad": None, **settings})
+    assert all(rank["skipped"] and rank["untouched"] and rank["finite"] for rank in ranks)
+    assert all(rank["updates"] == (1, 2) and rank["bad_ranks"] == 0 for rank in ranks)
+    assert [rank["norm"] for rank in ranks] == pytest.approx([LARGE] * 8, rel=1e-2)
+    assert len({rank["after"] for rank in ranks}) == 1
+
+
+def test_a_large_element_that_is_clipped_is_no_bad_step(pool: RankPool) -> None:
+    for settings in ({}, {"name": "muon"}, {"moment_dtype": "bfloat16"}):
+        clipped = {"clip_grad": 1.0, **settings}
+        ranks = pool.run(skip_one, 8, 0, LARGE, "layers.0.up", torch.bfloat16, clipped)
+        assert all(rank["finite"] and not rank["skipped"] for rank in ranks)
+        assert all(rank["updates"] == (2, 3) for rank in ranks)
+
+
+def test_a_clip_coefficient_below_float32_is_a_bad_step(pool: RankPool) -> None:
+    """It would come to 0, or to a few bits, in the kernel that multiplies by it."""
+    ranks = pool.run(skip_one, 8, 0, 3e38, "layers.0.up", torch.float32, {"clip_grad": 0.1})
+    assert all(rank["skipped"] and rank["untouched"] for rank in ranks)
 
 
 def train_with_an_empty_stage(

@@ -18,6 +18,7 @@ from tests.train.kit.runs import (
     checkpoint_tensors,
     lines,
     make_config,
+    make_trainer,
     train,
     world_size,
     write_tokens,
@@ -149,6 +150,29 @@ def test_off_costs_nothing(pool: RankPool, folder: Path) -> None:
     on = stats_config(folder, "on", "serial", log__param_stats_interval=4)
     assert pool.run(counted_calls, 1, off) == [[0, 0]]
     assert pool.run(counted_calls, 1, on) == [[1, 1]]
+
+
+def held(ctx: Any, config: RunConfig) -> tuple[float, float]:
+    """Norms of a step that a spike holds back, by the optimizer and by the groups."""
+    trainer = make_trainer(ctx, config)
+    optimizer = trainer.engine.optimizer
+    optimizer.begin_step()
+    for buffers in optimizer._buffers:
+        buffers.grads.fill_(3.0 * optimizer.loss_scale)
+    before = trainer.stats.before()
+    result = optimizer.step(1e-3, skip_update=True)
+    norms = trainer.stats.after(before, result)["grad_norms"].values()
+    return result.grad_norm, math.hypot(*norms)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_step_held_back_has_the_norms_of_its_gradients_too(
+    pool: RankPool, folder: Path, dtype: str
+) -> None:
+    """Its gradients are neither clipped nor divided by the loss scale."""
+    config = stats_config(folder, f"held-{dtype}", "serial", train__dtype=dtype)
+    ((whole, groups),) = pool.run(held, 1, config)
+    assert groups == pytest.approx(whole, rel=1e-6)
 
 
 def test_groups() -> None:

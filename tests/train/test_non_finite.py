@@ -127,14 +127,37 @@ def test_skipping_without_end_stops(pool: RankPool, folder: Path) -> None:
     assert [line["step"] for line in lines(folder / "gives-up", "skip")] == [1, 2]
 
 
-def always_poisoned(ctx: Any, config: RunConfig) -> tuple[Any, str]:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_too_large_for_the_moments_stops_or_is_skipped(
+    pool: RankPool, folder: Path, dtype: str
+) -> None:
+    """It is finite, and so is its norm in float64, but not the square that AdamW keeps."""
+    config = make_config(folder, f"large-{dtype}", optimizer__clip_grad=None, train__dtype=dtype)
+    ((code, error),) = pool.run(always_poisoned, 1, config, 1e25)
+    assert code is None
+    assert error.startswith(
+        "NonFiniteGradientError: step 1: gradients of update 1 are too large: their norm of 1e+25 "
+        "has no square in float32; weights and optimizer state are as before this "
+        "update. Lower optimizer.lr, check the data, set optimizer.clip_grad, or "
+    )
+    skipping: dict[str, Any] = {"optimizer__non_finite": "skip", "optimizer__max_skips": 9}
+    config = make_config(
+        folder, f"skips-{dtype}", optimizer__clip_grad=None, train__dtype=dtype, **skipping
+    )
+    assert pool.run(always_poisoned, 1, config, 1e25) == [(0, "")]
+    (first, *_) = skips = lines(folder / f"skips-{dtype}", "skip")
+    assert len(skips) == 6
+    assert first["reason"] == "non-finite gradients"
+
+
+def always_poisoned(ctx: Any, config: RunConfig, value: float = math.inf) -> tuple[Any, str]:
     trainer = make_trainer(ctx, config)
     optimizer = trainer.engine.optimizer
     wait = optimizer._reducers[0].wait
 
     def wait_after_poison() -> None:
         wait()
-        optimizer._buffers[0].grads[7] = math.inf
+        optimizer._buffers[0].grads[7] = value
 
     optimizer._reducers[0].wait = wait_after_poison
     try:

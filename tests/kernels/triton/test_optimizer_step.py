@@ -130,15 +130,28 @@ def test_frozen_parameters_stay(mesh: Mesh) -> None:
     assert unrounded(chunks, optimizer) == []
 
 
-def test_a_step_that_is_not_finite_is_skipped(mesh: Mesh) -> None:
-    _, (chunks, optimizer) = both(mesh, torch.bfloat16, non_finite="skip")
+# a NaN; finite, but its square is not; a clip coefficient that float32 has not
+BAD: list[tuple[float, int, float | None]] = [
+    (float("nan"), 1, 1.0),
+    (1e25, 0, None),
+    (3e38, 0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("value", "bad_ranks", "clip"), BAD)
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_step_that_is_not_finite_or_too_large_is_skipped(
+    mesh: Mesh, moments: str, value: float, bad_ranks: int, clip: float | None
+) -> None:
+    settings = {"non_finite": "skip", "clip_grad": clip, "moment_dtype": moments}
+    _, (chunks, optimizer) = both(mesh, torch.bfloat16, **settings)
     train(chunks, optimizer, mesh, 1)
     live = [s.tensor for s in optimizer.named_state()]
     live += [param.detach() for param, _ in chunks[0].named_params()]
     before = [x.clone() for x in live]
-    accumulate(chunks, optimizer, mesh, 1, {"layers.1.bias": float("nan")})
+    accumulate(chunks, optimizer, mesh, 1, {"layers.1.bias": value})
     result = optimizer.step(0.01)
-    assert (result.skipped, result.num_bad_ranks, result.num_updates) == (True, 1, 1)
+    assert (result.skipped, result.num_bad_ranks, result.num_updates) == (True, bad_ranks, 1)
     assert all(map(torch.equal, before, live))
     assert not train(chunks, optimizer, mesh, 1, first_step=2)[0].skipped
 
