@@ -42,6 +42,8 @@ class Entry:
     digest: str  # of the chunk
     num_tokens: int = 0
     max_id: int = -1
+    unknown_ids: int = 0
+    unknown_bytes: int = 0  # of text, that the unknown ids stand for
     checksum: int = 0  # CRC-32 of lengths and ids as bytes
     round_trips: int = 0
     round_trips_exact: int = 0
@@ -107,9 +109,21 @@ class Encoder:
         ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
         entry.num_tokens = len(ids)
         entry.max_id = int(ids.max()) if len(ids) else -1
+        self._count_unknown(entry, ids, rows, texts)
         encoded = Encoded(entry, ids.astype(self.dtype).tobytes(), lengths.tobytes())
         entry.checksum = checksum(encoded.lengths, encoded.ids)
         return encoded
+
+    def _count_unknown(
+        self, entry: Entry, ids: NDArray[Any], rows: list[NDArray[Any]], texts: list[str]
+    ) -> None:
+        """Count unknown ids, and the text that they stand for, into `entry`."""
+        unknown = self.tokenizer.unk_id
+        entry.unknown_ids = int(np.count_nonzero(ids == unknown))
+        if entry.unknown_ids:
+            for row, text in zip(rows, texts, strict=True):
+                if (row == unknown).any():
+                    entry.unknown_bytes += self.tokenizer.unknown_bytes(text, row)
 
     def _joined(self, rows: list[NDArray[Any]], num_tokens: int) -> NDArray[Any]:
         """All documents one after another, each with the end id behind it."""

@@ -223,6 +223,14 @@ def _describe(
             description="merge of " + " + ".join(side.source.description for side in sidecars),
             text_bytes=sum(side.source.text_bytes for side in sidecars),
             skipped=dict(sorted(skipped.items())),
+            unknown_ids=_sum(side.source.unknown_ids for side in sidecars),
+            unknown_bytes=_sum(side.source.unknown_bytes for side in sidecars),
         ),
     )
     write_synced(made[".json"], whole.to_bytes())
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """The sum, None if one of the counts is not known."""
+    known = list(counts)
+    return None if None in known else sum(count for count in known if count is not None)

@@ -42,7 +42,8 @@ from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
 from megalite.data.tokenizer import Tokenizer, library_version
 from megalite.errors import DataError
 
-FORMAT = 1  # to be raised when the same text gives other files, so unfinished runs start over
+FORMAT = 2  # to be raised when the same text gives other files, so unfinished runs start over
+MAX_UNKNOWN = 0.01  # share of the text
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class PrepareReport:
     tokenizer: str
     corpus: CorpusReport
     training: TrainReport | None  # None: the tokenizer was given
+    unknown_ids: int
+    unknown_bytes: int  # of text, that these stand for
     num_round_trips: int  # documents at the start that were decoded and compared
     num_round_trips_exact: int
     num_kept_documents: int  # taken over from an interrupted run
@@ -75,6 +78,8 @@ class _Totals:
     report: CorpusReport = field(default_factory=CorpusReport)
     num_tokens: int = 0
     max_id: int = -1
+    unknown_ids: int = 0
+    unknown_bytes: int = 0
     round_trips: int = 0
     round_trips_exact: int = 0
     num_kept_documents: int = 0
@@ -85,6 +90,8 @@ class _Totals:
         self.report.add(entry.report)
         self.num_tokens += entry.num_tokens
         self.max_id = max(self.max_id, entry.max_id)
+        self.unknown_ids += entry.unknown_ids
+        self.unknown_bytes += entry.unknown_bytes
         self.round_trips += entry.round_trips
         self.round_trips_exact += entry.round_trips_exact
         self.digests.update(entry.digest.encode())
@@ -98,13 +105,15 @@ def prepare(
     vocab_size: int | None = None,
     model_type: ModelType | None = None,
     num_workers: int | None = None,
+    max_unknown: float = MAX_UNKNOWN,
     restart: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> PrepareReport:
     """Make an indexed dataset from a corpus, with a given or a trained tokenizer.
 
     Give either `tokenizer`, a file, or the `vocab_size` of one to train. `num_workers` processes
-    encode; by default one per CPU. The work of an interrupted run is taken over, or dropped with
+    encode; by default one per CPU. At most a share of `max_unknown` of the text's bytes may become
+    unknown ids. The work of an interrupted run is taken over, or dropped with
     `restart`. Raises DataError for a bad setting, file or (under policy fail) document; then there
     is no dataset, but finished chunks may be kept.
     """
@@ -115,6 +124,8 @@ def prepare(
     workers = num_cpus() if num_workers is None else num_workers
     if workers < 1:
         raise DataError(f"num_workers={workers}; --workers must be 1 or more, or left out")
+    if not 0 <= max_unknown <= 1:
+        raise DataError(f"max_unknown={max_unknown}; --max-unknown must be a share from 0 to 1")
 
     start_s = time.perf_counter()
     with Unfinished(out_prefix) as unfinished, write_errors_as_data_errors(out_prefix):
@@ -135,6 +146,7 @@ def prepare(
         encoder = Encoder(model, EncodeOptions(corpus.key, corpus.policy))
         totals = _encode(corpus, encoder, unfinished, workers, on_progress)
         _check_unchanged(corpus, trained, totals, unfinished)
+        _check_unknown(model, totals, max_unknown)
         sidecar = _publish(corpus, encoder, unfinished, totals, trained)
 
     return PrepareReport(
@@ -148,6 +160,8 @@ def prepare(
         tokenizer=str(model.path),
         corpus=totals.report,
         training=None if trained is None else trained.report,
+        unknown_ids=totals.unknown_ids,
+        unknown_bytes=totals.unknown_bytes,
         num_round_trips=totals.round_trips,
         num_round_trips_exact=totals.round_trips_exact,
         num_kept_documents=totals.num_kept_documents,
@@ -282,6 +296,19 @@ def _check_unchanged(
         )
 
 
+def _check_unknown(model: Tokenizer, totals: _Totals, max_unknown: float) -> None:
+    """Raise DataError if more of the text became unknown ids than is allowed."""
+    text_bytes = totals.report.text_bytes
+    if totals.unknown_bytes > max_unknown * text_bytes:
+        raise DataError(
+            f"tokenizer {model.path}: {totals.unknown_ids:,} unknown ids stand for "
+            f"{totals.unknown_bytes:,} of {text_bytes:,} bytes of text "
+            f"({totals.unknown_bytes / text_bytes:.2%}), and --max-unknown is {max_unknown:.2%}; "
+            "use a tokenizer with byte fallback (--vocab-size trains one), or raise --max-unknown, "
+            "which 1 lifts"
+        )
+
+
 def _publish(
     corpus: Corpus,
     encoder: Encoder,
@@ -315,6 +342,8 @@ def _publish(
             description=corpus.description,
             text_bytes=totals.report.text_bytes,
             skipped=dict(sorted(totals.report.skipped.items())),
+            unknown_ids=totals.unknown_ids,
+            unknown_bytes=totals.unknown_bytes,
         ),
     )
 

@@ -30,13 +30,19 @@ class TokenizerInfo(BaseModel):
 
 
 class SourceInfo(BaseModel):
-    """The source of the text; `skipped`: fault -> number of documents that were left out for it."""
+    """The source of the text; `skipped`: fault -> number of documents that were left out for it.
+
+    `unknown_ids` are those of the tokenizer's unknown id, which stand for `unknown_bytes` of the
+    text; None: not counted.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     description: str
     text_bytes: int = Field(ge=0)
     skipped: dict[str, int]
+    unknown_ids: int | None = Field(default=None, ge=0)
+    unknown_bytes: int | None = Field(default=None, ge=0)
 
 
 class Sidecar(BaseModel):

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from megalite.errors import DataError
 
+SPACE = "\u2581"  # of the library, in pieces
+
 
 class Tokenizer:
     """A sentencepiece model, opened from its file; DataError if that is none or cannot be read."""
@@ -55,6 +57,11 @@ class Tokenizer:
         return _id_or_none(self._processor.pad_id())
 
     @property
+    def unk_id(self) -> int | None:
+        """The id of what the vocabulary lacks; never given by a model with byte fallback."""
+        return _id_or_none(self._processor.unk_id())
+
+    @property
     def eos_id(self) -> int:
         """The id that ends a document; DataError if the model has none, or has it as plain text."""
         found = _id_or_none(self._processor.eos_id())
@@ -81,6 +88,15 @@ class Tokenizer:
             raise DataError(message) from error
         encode = self._processor.encode
         return [encode(text, out_type="numpy") for text in data]
+
+    def unknown_bytes(self, text: str, ids: NDArray[Any]) -> int:
+        """UTF-8 bytes of a text, normalised, that its ids equal to `unk_id` stand for.
+
+        One id stands for a whole run of unknown characters, so counts of ids say little.
+        """
+        pieces, unknown = self._processor.encode(text, out_type=str), self.unk_id
+        lost = (piece for piece, number in zip(pieces, ids, strict=True) if number == unknown)
+        return sum(len(piece.replace(SPACE, " ").encode()) for piece in lost)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of token ids; control ids give nothing, incomplete UTF-8 gives U+FFFD.

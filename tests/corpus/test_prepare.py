@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from typer.testing import CliRunner
 
 from megalite.cli.data.prepare import app
 from megalite.corpus import sources
+from megalite.corpus.merge import merge
 from megalite.data.dataset import TokenDataset
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
@@ -166,3 +169,60 @@ def test_text_side_loads_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def without_bytes(tmp_path: Path) -> str:
+    """A tokenizer of English without byte fallback: other letters are unknown."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"hello world, this is text {n}" for n in range(500)]),
+        model_writer=model,
+        vocab_size=60,
+        model_type="bpe",
+        minloglevel=2,
+    )
+    (tmp_path / "english.model").write_bytes(model.getvalue())
+    return str(tmp_path / "english.model")
+
+
+CHINESE = "\u4f60\u597d\u4e16\u754c"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_unknown_text_is_counted_by_its_bytes_and_refused(
+    tmp_path: Path, without_bytes: str, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """A whole document is one unknown id, so a share of ids would hide it."""
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 512)
+    texts = ["hello world"] * 60 + [f"this {CHINESE * 4} is {CHINESE}", CHINESE * 30]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    unknown_bytes, text_bytes = 3 * 4 * 35, sum(len(text.encode()) for text in texts)
+    share = unknown_bytes / text_bytes
+    options: dict[str, Any] = {"tokenizer": without_bytes, "num_workers": workers}
+    with pytest.raises(DataError) as caught:
+        prepare(str(path), str(tmp_path / "out"), **options)
+    assert f"3 unknown ids stand for 420 of {text_bytes:,} bytes" in str(caught.value)
+    assert f"({share:.2%}), and --max-unknown is 1.00%" in str(caught.value)
+    report = prepare(str(path), str(tmp_path / "out"), **options, max_unknown=share + 1e-9)
+    assert report.num_kept_documents == 62  # nothing is encoded twice
+    assert (report.unknown_ids, report.unknown_bytes) == (3, unknown_bytes)
+    merge(str(tmp_path / "two"), [str(tmp_path / "out")] * 2)
+    for name, times in (("out", 1), ("two", 2)):
+        shown = CliRunner().invoke(app, ["inspect", str(tmp_path / name)]).output
+        assert f"unknown    {3 * times} ids for {420 * times} bytes of text ({share:.2%})" in shown
+
+
+def test_a_share_of_unknown_text_is_a_share(tmp_path: Path, source: str) -> None:
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(DataError, match="--max-unknown must be a share from 0 to 1"):
+            prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE, max_unknown=share)
+
+
+def test_with_byte_fallback_nothing_is_unknown(tmp_path: Path, source: str) -> None:
+    report = prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": CHINESE}))
+    given: dict[str, Any] = {"tokenizer": report.tokenizer, "max_unknown": 0}
+    again = prepare(str(tmp_path / "b.jsonl"), str(tmp_path / "b"), **given)
+    assert (report.unknown_ids, again.unknown_ids, again.unknown_bytes) == (0, 0, 0)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalite.cli.data.source import unknown
 from megalite.cli.options import path
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def _origin(found: Inspection) -> list[str]:
         f"tokenizer  {found.tokenizer or found.sidecar.tokenizer.file} "
         f"({found.sidecar.vocab_size:,} entries, end id {found.sidecar.eos_id})",
     ]
+    if source.unknown_ids is not None and source.unknown_bytes is not None:
+        lines.append(unknown(source.unknown_ids, source.unknown_bytes, source.text_bytes))
     if source.skipped:
         counts = ", ".join(f"{fault}: {count:,}" for fault, count in source.skipped.items())
         lines.append(f"skipped    {counts}")

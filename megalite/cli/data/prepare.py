@@ -17,6 +17,7 @@ from megalite.cli.data.source import (
     Suffix,
     left_out,
     open_source,
+    unknown,
 )
 from megalite.cli.data.tokenizer import ModelTypeName, tokenizer, training
 from megalite.cli.options import path
@@ -54,6 +55,10 @@ def prepare(
         int | None,
         typer.Option(help="Encoding processes (default: CPUs); the result is the same for any."),
     ] = None,
+    max_unknown: Annotated[
+        float,
+        typer.Option(help="Largest share of the text that may become unknown ids; 1: any."),
+    ] = 0.01,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a dataset of this name.")
     ] = False,
@@ -91,6 +96,7 @@ def prepare(
             vocab_size=vocab_size,
             model_type=None if model_type is None else model_type.value,
             num_workers=workers,
+            max_unknown=max_unknown,
             restart=not go_on,
             on_progress=bar,
         )
@@ -117,6 +123,7 @@ def summary(report: PrepareReport) -> list[str]:
     lines += [
         f"tokens     {report.num_tokens:,} ({report.dtype}, "
         f"{report.text_bytes / report.num_tokens:.2f} bytes a token)",
+        unknown(report.unknown_ids, report.unknown_bytes, report.text_bytes),
         f"round trip {report.num_round_trips_exact} of the first {report.num_round_trips} "
         "documents decode to their exact text",
         f"seconds    {report.train_s:.1f} training, {report.encode_s:.1f} encoding "

@@ -74,6 +74,12 @@ def open_source(
     return corpus
 
 
+def unknown(num_ids: int, num_bytes: int, text_bytes: int) -> str:
+    """A line about the text that became unknown ids."""
+    share = num_bytes / text_bytes if text_bytes else 0.0
+    return f"unknown    {num_ids:,} ids for {num_bytes:,} bytes of text ({share:.2%})"
+
+
 def left_out(corpus: CorpusReport) -> list[str]:
     """Lines about documents that were skipped, and about oddities that were noticed."""
     lines = []
