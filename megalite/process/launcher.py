@@ -8,7 +8,8 @@ once. The rules:
 * A full set that torchrun did not make (no TORCHELASTIC_RUN_ID) inside a Slurm step of several
   tasks must agree with Slurm's variables. Otherwise another tool left it over, and it is refused.
 * Without torchrun's variables, a Slurm step of several tasks is used; without that, this is a
-  single process. MASTER_ADDR and MASTER_PORT alone mean nothing.
+  single process. The shell of salloc and a batch script have the variables of their job and no
+  step, or a step of one task. MASTER_ADDR and MASTER_PORT alone mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal
 from megalite.errors import ConfigError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 # Ports for Slurm jobs: below the range Linux hands out by itself (32768 and up), so that no
@@ -57,8 +58,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     environ = os.environ if environ is None else environ
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _read_torchrun(environ)
-    # A batch script has SLURM_PROCID=0 and, unless asked for, no SLURM_NTASKS: one process.
-    if environ.get("SLURM_PROCID", "0") != "0" or environ.get("SLURM_NTASKS", "1") != "1":
+    if environ.get("SLURM_PROCID", "0") != "0" or _slurm_tasks(environ) != "1":
         return _read_slurm(environ)
     return Launch()
 
@@ -68,11 +68,10 @@ def is_first_on_host(environ: Mapping[str, str] | None = None) -> bool:
 
     It alone prints the errors that all processes of a host meet before they are joined.
     """
-    environ = os.environ if environ is None else environ
-    place = environ.get("LOCAL_RANK")
-    if place is None and environ.get("SLURM_NTASKS", "1") != "1":
-        place = environ.get("SLURM_LOCALID")
-    return place is None or not place.isdigit() or int(place) == 0
+    try:
+        return read_launch(environ).local_rank == 0
+    except ConfigError:  # a place that cannot be read silences nobody
+        return True
 
 
 def first_host(node_list: str) -> str:
@@ -124,7 +123,8 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch:
 
     # Problems are collected, so that one attempt shows the user all of them.
     problems: list[str] = []
-    rank, world_size, local_rank, job = (_number(environ, n, problems) for n in _SLURM)
+    of_step = {**environ, "SLURM_NTASKS": _slurm_tasks(environ)}
+    rank, world_size, local_rank, job, step = (_number(of_step, n, problems) for n in _SLURM)
     launch = Launch(
         rank=rank,
         world_size=world_size,
@@ -134,7 +134,7 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch:
         master_port=(
             _number(environ, "MASTER_PORT", problems)
             if "MASTER_PORT" in environ
-            else _slurm_port(job, _number(environ, "SLURM_STEP_ID", problems, 0))
+            else _slurm_port(job, step)
         ),
         source="slurm",
     )
@@ -147,8 +147,8 @@ def _require_agreement_with_slurm(launch: Launch, environ: Mapping[str, str]) ->
 
     Torchrun's own may differ: srun starts one torchrun a node, and that starts the ranks.
     """
-    tasks, task = environ.get("SLURM_NTASKS", "1"), environ.get("SLURM_PROCID", "0")
-    if "TORCHELASTIC_RUN_ID" in environ or tasks == "1" or "SLURM_STEP_ID" not in environ:
+    tasks, task = _slurm_tasks(environ), environ.get("SLURM_PROCID", "0")
+    if "TORCHELASTIC_RUN_ID" in environ or tasks == "1":
         return
     if (tasks, task) != (str(launch.world_size), str(launch.rank)):
         raise ConfigError(
@@ -165,6 +165,17 @@ def _found(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
 def _slurm_port(job: int, step: int) -> int:
     """A port by job and step numbers: two jobs, or two steps of a job, rarely get the same one."""
     return _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> str:
+    """Number of tasks of this process's step; "1" outside of one.
+
+    SLURM_NTASKS is the job's number in a batch script and in the shell of salloc, which may be a
+    step of one task.
+    """
+    if "SLURM_STEP_ID" not in environ:
+        return "1"
+    return environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
 
 
 def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:

@@ -70,12 +70,37 @@ def test_an_address_given_beside_srun_is_used() -> None:
     assert (launch.master_addr, launch.master_port) == ("10.0.0.1", 4000)
 
 
+# What Slurm sets in the shell of `salloc -n 4`, and in that of a cluster whose salloc starts
+# a step of one task for it (use_interactive_step).
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"}
+INTERACTIVE = {
+    **SALLOC,
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+}
+
+
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, {"MASTER_PORT": "1"}, {"SLURM_NTASKS": "1"}],
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+        {"MASTER_PORT": "1"},
+        {"SLURM_NTASKS": "1"},
+        SALLOC,
+        SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # of `sbatch -n 4`
+        INTERACTIVE,
+    ],
 )
 def test_a_single_process(environ) -> None:
     assert read_launch(environ) == Launch()
+
+
+def test_torchrun_by_hand_in_the_shell_of_a_slurm_job_is_torchrun() -> None:
+    assert read_launch(SALLOC | TORCHRUN).source == "torchrun"
+    assert read_launch(INTERACTIVE | TORCHRUN).source == "torchrun"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +115,7 @@ def test_a_single_process(environ) -> None:
         (without(SLURM, "SLURM_NTASKS"), r"found SLURM_PROCID=5.* but not SLURM_NTASKS"),
         (without(SLURM, "SLURM_STEP_NODELIST"), r"not SLURM_STEP_NODELIST"),
         (SLURM | {"SLURM_PROCID": "6"}, r"SLURM_PROCID=6 must be below SLURM_NTASKS=6"),
+        (without(SLURM, "SLURM_STEP_ID"), r"found SLURM_PROCID=5.* but not SLURM_STEP_ID"),
         (SLURM | {"SLURM_JOB_ID": ""}, r"SLURM_JOB_ID=''"),
         (SLURM | TORCHRUN, r"RANK=5 of WORLD_SIZE=8, which torchrun .* SLURM_NTASKS=6; unset"),
     ],
@@ -183,8 +209,13 @@ def test_who_waits_in_vain_names_the_ranks_that_did_not_come() -> None:
 
 def test_the_first_process_of_a_host_is_known() -> None:
     assert is_first_on_host({})
-    assert [is_first_on_host({"LOCAL_RANK": str(n)}) for n in range(3)] == [True, False, False]
+    ranks = [TORCHRUN | {"LOCAL_RANK": str(n)} for n in range(3)]
+    assert [is_first_on_host(rank) for rank in ranks] == [True, False, False]
     assert not is_first_on_host(SLURM)
     assert is_first_on_host(SLURM | {"SLURM_LOCALID": "0"})
     assert is_first_on_host({"SLURM_LOCALID": "1", "SLURM_NTASKS": "1"})
-    assert is_first_on_host({"LOCAL_RANK": "x"})
+
+
+@pytest.mark.parametrize("environ", [{"LOCAL_RANK": "1"}, TORCHRUN | {"LOCAL_RANK": "x"}])
+def test_a_place_that_cannot_be_read_silences_nobody(environ) -> None:
+    assert is_first_on_host(environ)
