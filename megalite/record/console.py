@@ -5,10 +5,12 @@ Only rank 0 prints; every line also goes to the run's log.txt. Does not handle m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -24,12 +26,49 @@ from rich.progress import (
 from megalite.process.secrets import Redaction
 
 
+class _Stdout:
+    """Standard output as it is at each call. One that cannot be written is replaced by nothing.
+
+    A terminal may be closed under a run, and a pipe lose its reader: neither ends the run.
+    """
+
+    def __init__(self, on_loss: Callable[[str], None]) -> None:
+        self._on_loss = on_loss
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rich_proxied_file":  # where rich would write instead
+            raise AttributeError(name)
+        return getattr(self._file, name)
+
+    @property
+    def _file(self) -> TextIO:
+        # While a bar is shown, rich has put something of its own in the place of standard output.
+        file: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        return file
+
+    def write(self, text: str) -> None:
+        self._guarded(lambda: self._file.write(text))
+
+    def flush(self) -> None:
+        self._guarded(self._file.flush)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)  # whatever else writes there, at exit too, goes on
+            os.close(null)
+            self._on_loss(f"warning: standard output is gone ({error.strerror}); log.txt goes on")
+
+
 class Console:
     """Prints lines to standard output and log.txt; with `quiet` (all ranks but 0) does nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
+        stdout = cast(TextIO, _Stdout(self.record))
+        self._rich = RichConsole(file=stdout, highlight=False, soft_wrap=True)
         self._log: TextIO | None = None
         self._early: list[str] = []  # lines from before the log was opened
         self._bar: tuple[Progress, TaskID] | None = None
