@@ -1,5 +1,19 @@
-"""`python -m megalite`, the same as the `megalite` command."""
+"""The `megalite` command, and `python -m megalite`, which is the same."""
 
-from megalite.cli.main import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Entry point; Ctrl-C ends it without a traceback also while the command line is imported."""
+    try:
+        from megalite.cli.main import main as run
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

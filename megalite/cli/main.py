@@ -7,6 +7,7 @@ stderr, a "note:" line for each of their notes, exit code 2, no traceback.
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,14 +21,13 @@ from megalite.cli.options import ConfigFile, Overrides, SettingsCommand, path
 from megalite.cli.plan import plan
 from megalite.cli.schedule import schedule
 from megalite.errors import EXIT_USER, ConfigError, MegaliteError
-from megalite.process.launcher import is_first_on_host
 
 if TYPE_CHECKING:
     from megalite.config import RunConfig
 
 
 class _ErrorsToLines(TyperGroup):
-    """Turns a MegaliteError of any verb into lines on stderr."""
+    """Turns a MegaliteError of any verb into lines on stderr, and Ctrl-C into one."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -35,9 +35,12 @@ class _ErrorsToLines(TyperGroup):
         except MegaliteError as error:
             if ctx.params["traceback"]:
                 raise
-            for line in _lines(error) if is_first_on_host() else []:
+            for line in _lines(error):
                 typer.echo(line, err=True)
             raise typer.Exit(EXIT_USER) from None
+        except KeyboardInterrupt:
+            typer.echo("error: interrupted", err=True)
+            raise typer.Exit(128 + signal.SIGINT) from None
 
 
 app = typer.Typer(
@@ -93,6 +96,26 @@ def train(
     ] = False,
 ) -> None:
     """Train the model that CONFIG describes."""
+    from megalite.process.launcher import is_first_on_host
+
+    try:
+        _train(ctx, config, overrides or [], local, name, accept or [], print_config)
+    except MegaliteError:
+        # The first process of a host prints for those that were started with it.
+        if local or is_first_on_host():
+            raise
+        raise typer.Exit(EXIT_USER) from None
+
+
+def _train(
+    ctx: typer.Context,
+    config: str,
+    overrides: list[str],
+    local: bool,
+    name: str | None,
+    accept: list[str],
+    print_config: bool,
+) -> None:
     from megalite.checks import open_run
     from megalite.checks.packages import missing_extras
     from megalite.config.inputs import missing_inputs
@@ -103,8 +126,8 @@ def train(
     from megalite.process.signals import SignalFlag
 
     flag = ctx.with_resource(SignalFlag())  # first of all: a signal from now on is remembered
-    allowed = accepted(accept or [])
-    settings = list(overrides or [])
+    allowed = accepted(accept)
+    settings = list(overrides)
     if name is not None:
         settings.append(f"name={toml_value(name)}")
 
@@ -114,6 +137,8 @@ def train(
 
     # A lone process may be one that should have been started by a launcher: `train_command` looks.
     launch = read_launch()
+    if not local:
+        flag.place(launch)
     alone = launch.source == "single" and not local
     world_size = None if local or alone else launch.world_size
     inputs = (missing_extras, missing_inputs, _start_problems)

@@ -34,6 +34,7 @@ class Ledger:
         self.step: int | None = None  # the current step, from 1
         self.num_ops = 0  # since the start of the process; never reset, so ranks can be compared
         self.last_op: str | None = None
+        self.broken_by: Exception | None = None  # the last error that was raised by a wait
         self.counts: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes_sent: dict[tuple[str, str], float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -56,6 +57,7 @@ class Ledger:
         try:
             yield
         except Exception as error:
+            self.broken_by = error
             error.add_note(self.describe(waiting_for))
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Start all ranks of a world on this host, forward signals to them, and end all when one fails.
+"""Start all ranks of a world on this host, pass signals on to them, and end all when one fails.
 
 For `megalite train --local` and for laptops; clusters use torchrun or srun. It does not restart
 ranks. Reading order: `run_local`, then `_rank_main`, which runs in each child process.
@@ -16,24 +16,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
 
-from megalite.errors import EXIT_FAULT, EXIT_USER, ConfigError, MegaliteError
+from megalite.errors import EXIT_FAULT, EXIT_SAVED, EXIT_USER, ConfigError, MegaliteError
 from megalite.process.env import DeviceKind, hold_port, init_process, pick_device
 from megalite.process.failures import RankFailure, summarize
 from megalite.process.launcher import Launch
+from megalite.process.signals import CAUGHT, SignalFlag, leave_now, show_cursor
 
 StartMethod = Literal["fork", "spawn"]
-
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 # After one rank failed: seconds that the others may take to notice by themselves. Then they are
 # killed.
@@ -74,8 +73,8 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """True if the rank raised or was ended by a signal."""
-        return self.report is not None or ((self.process.exitcode or 0) < 0)
+        """True if the rank raised, was ended by a signal or left with the code of a failure."""
+        return self.report is not None or self.process.exitcode not in (None, 0, EXIT_SAVED)
 
 
 def run_local(
@@ -86,8 +85,7 @@ def run_local(
     device: DeviceKind = "auto",
     timeout_s: float = 600.0,
     start_method: StartMethod | None = None,
-    blocked: tuple[signal.Signals, ...] = (),
-    received: Sequence[int] = (),
+    flag: SignalFlag | None = None,
 ) -> int:
     """Run `fn(launch, device, *args)` in `world_size` processes here; returns an exit code.
 
@@ -96,11 +94,12 @@ def run_local(
     else the code of the first rank that failed, 128 + n if signal n ended it. When a rank raises or
     dies, its own traceback is printed first and once ("error:" lines instead for a MegaliteError,
     which the user can fix), and the others are ended within about two seconds.
-    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go to all ranks. Call it in the main thread.
+    Signals in CAUGHT go to all ranks; a second one kills them and ends this process. Call it in the
+    main thread.
 
-    `blocked` are signals that a rank starts with blocked; `fn` unblocks them, so none is lost while
-    a rank starts. `received` are numbers of signals that came before the call and go to the ranks
-    as well. Raises ConfigError for a world without ranks.
+    With a `flag`, which may have signals from before the call, ranks remember signals from their
+    first moment: `fn` gets the rank's own flag as the argument `flag`. Otherwise they end by them.
+    Raises ConfigError for a world without ranks.
     """
     if world_size < 1:
         raise ConfigError(f"world size {world_size} must be at least 1")
@@ -108,15 +107,16 @@ def run_local(
     context: Any = multiprocessing.get_context(method)
     listener = hold_port()
     ranks: list[_Rank] = []
-    with _forwarding(ranks) as signals:
+    signals = flag or SignalFlag(speaks=False)
+    with signals:
         try:
-            # Blocked while ranks start: a signal forwarded now would miss those not yet started.
-            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+            # Blocked while ranks start: a signal passed on now would miss those not yet started.
+            signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
             for launch in _launches(world_size, listener):
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank_main,
-                    args=(fn, args, launch, device, timeout_s, listener, writer, blocked),
+                    args=(fn, args, launch, device, timeout_s, listener, writer, flag is not None),
                     name=f"rank-{launch.rank}",
                 )
                 process.start()
@@ -124,16 +124,20 @@ def run_local(
                 ranks.append(_Rank(launch.rank, process, reader))
             listener.close()
 
-            # Earlier signals are sent to this process once more; they stay pending until they are
-            # unblocked, and then go through the handler that forwards them.
-            for number in list(received):
-                os.kill(os.getpid(), number)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            def end(code: int) -> None:
+                _send(ranks, signal.SIGKILL)
+                leave_now(code)
+
+            signals.pass_on, signals.end = partial(_send, ranks), end
+            for number in signals.received:
+                _send(ranks, number)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
             _wait_for_end(ranks)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
             listener.close()
             _kill(ranks)
+            show_cursor()  # hidden by the bar of a rank that was killed
     return _conclude(ranks, signals)
 
 
@@ -175,11 +179,13 @@ def _rank_main(
     timeout_s: float,
     listener: socket.socket,
     pipe: Connection,
-    blocked: tuple[signal.Signals, ...],
+    flagged: bool,
 ) -> None:
     """Body of a rank's process: join, call `fn`, report an exception. Ends the process."""
     # Before the slow part: signals and the launcher's end may come at any time.
-    _set_up_signals(blocked)
+    flag = SignalFlag()
+    flag.place(launch)
+    _set_up_signals(flag if flagged else None)
     _end_with_parent()
     if launch.rank != 0:
         listener.close()  # rank 0 serves the rendezvous on it
@@ -187,8 +193,9 @@ def _rank_main(
     code = EXIT_FAULT
     try:
         chosen = pick_device(launch, device)
-        init_process(launch, chosen, timeout_s, listener=listener)
-        code = fn(launch, chosen, *args) or 0
+        with flag.bounds("the other ranks, at the rendezvous"):
+            init_process(launch, chosen, timeout_s, listener=listener)
+        code = fn(launch, chosen, *args, **({"flag": flag} if flagged else {})) or 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
@@ -206,18 +213,23 @@ def _rank_main(
     os._exit(code)
 
 
-def _set_up_signals(blocked: tuple[signal.Signals, ...]) -> None:
+def _set_up_signals(flag: SignalFlag | None) -> None:
     """Replace the launcher's handlers, and leave its process group.
 
-    In a group of its own a rank gets Ctrl-C once, forwarded by the launcher, and not from the
-    terminal as well. Signals in `blocked` stay blocked: `fn` unblocks them once it handles them.
+    In a group of its own a rank gets Ctrl-C once, passed on by the launcher, and not from the
+    terminal as well. Without a flag the signals end the rank; SIGUSR1 may come before `fn` has a
+    handler for it.
     """
     os.setpgid(0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # may come before `fn` has its handlers
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [n for n in FORWARDED if n not in blocked])
+    for number in CAUGHT:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if flag is None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
+    else:
+        flag.__enter__()  # for as long as the process lives
+        flag.listen()
 
 
 def _end_with_parent() -> None:
@@ -232,24 +244,12 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-@contextlib.contextmanager
-def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Forward this process' signals to all ranks; yields the growing list of those received."""
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        for rank in ranks:
-            if rank.process.pid is not None and rank.alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, number)
-
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _send(ranks: list[_Rank], number: int) -> None:
+    """Send a signal to all ranks that live."""
+    for rank in ranks:
+        if rank.process.pid is not None and rank.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, number)
 
 
 def _wait_for_end(ranks: list[_Rank]) -> None:
@@ -280,22 +280,24 @@ def _kill(ranks: list[_Rank]) -> None:
         rank.receive()
 
 
-def _conclude(ranks: list[_Rank], signals: list[int]) -> int:
+def _conclude(ranks: list[_Rank], flag: SignalFlag) -> int:
     """Print the first failure; returns the exit code of the whole."""
     first = _first_failure(ranks)
     if first is None:
         codes = [rank.process.exitcode or 0 for rank in ranks if not rank.killed_by_launcher]
         return next((code for code in codes if code), 0)
 
-    # Without a report a signal ended it. A signal that this process forwarded is no failure to
-    # print: the ranks were asked to end.
+    # Without a report a signal ended it, or it left after printing why. A signal that this process
+    # passed on is no failure to print: the ranks were asked to end.
     if first.report is None:
-        number = -(first.process.exitcode or 0)
-        if number not in signals:
-            name = signal.Signals(number).name
-            text = f"rank {first.rank} of {len(ranks)} was ended by signal {number} ({name})"
+        code = first.process.exitcode or 0
+        text = f"rank {first.rank} of {len(ranks)} ended with code {code}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            text = f"rank {first.rank} of {len(ranks)} was ended by signal {-code} ({name})"
+        if -code not in flag.received:
             _print_failures(text, ranks, first)
-        return 128 + number
+        return code if code > 0 else 128 - code
 
     text = first.report.text.rstrip()
     if first.report.exit_code != EXIT_USER:
@@ -313,7 +315,8 @@ def _first_failure(ranks: list[_Rank]) -> _Rank | None:
             return math.inf if rank.report.of_peer else rank.report.when
         # An abort can be the answer to a connection that a peer lost, so it counts by time. Other
         # signals (SIGKILL, SIGSEGV) come from outside: a cause, though the death is noticed last.
-        if rank.process.exitcode == -signal.SIGABRT:
+        code = rank.process.exitcode or 0
+        if code == -signal.SIGABRT or code > 0:
             return rank.ended_at or 0.0
         return 0.0
 

@@ -4,20 +4,21 @@ gloo turns a hang into an exception, which the ledger annotates. NCCL's own watc
 process without a word on where the program was; this thread reports before that. Every rank posts
 its state on the board, so the others can distinguish a rank that is dead or stopped (its beat
 stands still), one that failed (it posted its error) and one that is elsewhere in the program (fewer
-operations). It ends the process in one case: a signal asked the run to leave, and a rank that this
-one waits for is gone.
+operations). It ends the process in one case: a signal asked the run to leave, and the rank cannot
+reach the step's edge, because a rank that it waits for is gone or nothing moves for too long.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 from megalite.distributed.ledger import Ledger
+from megalite.errors import EXIT_FAULT
 from megalite.process.board import Board, Notice
+from megalite.process.signals import LEAVE_S, leave_now
 
 # The longest time between two posts of a rank; in a large world it grows so that all ranks together
 # make at most so many posts a second, which is no load for the store.
@@ -26,10 +27,14 @@ BEAT_S, _POSTS_PER_S = 1.0, 1000
 # A rank without a new beat for so long is reported as dead or stopped: a busy machine pauses, too.
 _SILENT_S = 3.0
 
-# A rank that a signal asked to leave and that is stuck for `_LEAVE_STUCK_S` watches the others for
-# `_LEAVE_SILENT_S`, longer than above as it then ends itself. The sum is below the 30 s after which
-# launchers kill.
-_LEAVE_STUCK_S, _LEAVE_SILENT_S = 5.0, 15.0
+# A rank that a signal asked to leave and that is stuck for so long watches the others for the rest
+# of LEAVE_S, longer than above as it then ends itself.
+_LEAVE_STUCK_S = 5.0
+
+# Such a rank leaves, though all others live, when it is stuck for so many times `after_s`: for
+# train.timeout_s, in which a collective that merely waits for slow ranks is done. Saves are not
+# bounded: how long one takes depends on the disk, and the ledger does not see it move.
+_LEAVE_SHARE = 2.0
 
 # Most ranks that a report names.
 _MAX_NAMED = 4
@@ -43,8 +48,9 @@ class Watch:
 
     With a `board`, the lines name the ranks that are dead or stopped, have failed, or are behind; a
     line that several ranks would report comes from one of them. An exception raised while waiting
-    for other ranks gets the lines as notes. If `leaving()` is true (a signal asked the process to
-    leave) and a rank that it waits for is gone, the thread calls `end(1)`.
+    for other ranks gets the lines as notes. `asked_s(since)` is for how many seconds since then the
+    process has been asked to leave (`SignalFlag.asked_s`); if a rank that it waits for is gone, or
+    nothing moves for twice `after_s`, the thread calls `end(EXIT_FAULT)`.
     """
 
     def __init__(
@@ -53,11 +59,11 @@ class Watch:
         after_s: float,
         report: Callable[[str], None],
         board: Board | None = None,
-        leaving: Callable[[], bool] = lambda: False,
-        end: Callable[[int], object] = os._exit,
+        asked_s: Callable[[float], float] = lambda since: 0.0,
+        end: Callable[[int], object] = leave_now,
     ) -> None:
         self._ledger, self._after_s, self._report, self._board = ledger, after_s, report, board
-        self._leaving, self._end = leaving, end
+        self._asked_s, self._end = asked_s, end
         world_size = 1 if board is None else board.world_size
         self._beat_s = max(min(BEAT_S, after_s / 4), world_size / _POSTS_PER_S)
         self._beat = 0
@@ -82,9 +88,8 @@ class Watch:
         self._stop.set()
         self._post()
         self._thread.join(self._beat_s)
-        # The ledger adds a note to an error that was raised while waiting for other ranks. Only
-        # such an error can be explained by what became of them.
-        if isinstance(error, Exception) and getattr(error, "__notes__", None):
+        # Only an error of a wait for other ranks can be explained by what became of them.
+        if isinstance(error, Exception) and error is self._ledger.broken_by:
             _, lines = self._look_at_others()
             for line in lines:
                 error.add_note(line)
@@ -103,13 +108,26 @@ class Watch:
                 self._report(f"nothing new for {self._after_s:g} s: {self._ledger.describe()}")
                 _, lines = self._look_at_others()
                 self._report_once(lines, num_ops)
-            elif stuck_s >= min(_LEAVE_STUCK_S, self._after_s) and self._leaving():
-                # A rank that is gone never agrees to save and leave, so waiting for it is useless.
-                is_gone, lines = self._look_at_others(_LEAVE_SILENT_S)
-                if is_gone and not self._stop.is_set():
-                    self._report_once(lines, num_ops)
-                    self._end(1)
-                    return
+            elif stuck_s >= min(_LEAVE_STUCK_S, self._after_s) and self._must_leave(moved_at):
+                self._end(EXIT_FAULT)
+                return
+
+    def _must_leave(self, moved_at: float) -> bool:
+        """True, reported, if this rank is asked to leave and will not reach the step's edge."""
+        num_ops = self._ledger.num_ops
+        if self._board is None or self._asked_s(moved_at) == 0:
+            return False
+        # A rank that is gone never agrees to save and leave, so waiting for it is useless.
+        is_gone, lines = self._look_at_others(LEAVE_S - _LEAVE_STUCK_S)
+        if self._stop.is_set() or self._ledger.num_ops != num_ops:
+            return False
+        asked_s = self._asked_s(moved_at)
+        saves = self._ledger.phase == "checkpoint"
+        if not is_gone and (saves or asked_s < _LEAVE_SHARE * self._after_s):
+            return False
+        self._report_once(lines, num_ops)
+        self._report(f"asked to leave and stuck for {asked_s:.0f} s: {self._ledger.describe()}")
+        return True
 
     def _report_once(self, lines: list[str], num_ops: int) -> None:
         """Report lines that no other rank, stuck at the same operation, has reported."""

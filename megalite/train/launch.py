@@ -16,7 +16,7 @@ from megalite.config.resume import require_resume_mode
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
 from megalite.process.launcher import Launch
-from megalite.process.signals import CAUGHT, SignalFlag
+from megalite.process.signals import SignalFlag
 from megalite.train.start_checks import require_resumable
 
 
@@ -25,27 +25,26 @@ def train_command(
     launch: Launch,
     *,
     local: bool,
-    accept: frozenset[str] = frozenset(),
-    flag: SignalFlag | None = None,
+    accept: frozenset[str],
+    flag: SignalFlag,
 ) -> None:
     """Run a checked config to its end and exit with the run's code (0, or 75 saved on a signal).
 
     local: start all ranks here; otherwise this process is one, started as `launch` describes. flag:
-    may have been installed earlier; signals that it remembers count as if they came now. Raises
+    may have been entered earlier; signals that it remembers count as if they came now. Raises
     ConfigError and CheckpointError before torch is imported.
     """
-    signals = flag or SignalFlag()
-    with signals:
+    with flag:
         require_launcher(config, launch, local)
         if config.parallel.dp is None:  # this process is alone, as the layout wants it
             config = check_and_resolve(config, launch.world_size)
         require_checkpoint(config)
         require_resumable(config, accept)
         if local:
-            code = _run_all_ranks(config, accept, signals)
+            code = _run_all_ranks(config, accept, flag)
         else:
-            code = _run_this_rank(launch, config, accept, signals)
-        signals.ignore()
+            code = _run_this_rank(launch, config, accept, flag)
+        flag.ignore()
         sys.exit(code)
 
 
@@ -90,8 +89,7 @@ def _run_all_ranks(config: RunConfig, accept: frozenset[str], flag: SignalFlag) 
         Topology.of(config.parallel).world_size,
         (config, accept),
         timeout_s=config.train.timeout_s,
-        blocked=CAUGHT,
-        received=flag.received,
+        flag=flag,
     )
 
 
@@ -99,10 +97,13 @@ def _run_this_rank(
     launch: Launch, config: RunConfig, accept: frozenset[str], flag: SignalFlag
 ) -> int:
     """Run this process's rank: returns the exit code of a lone rank, otherwise ends the process."""
+    flag.listen()
+
     from megalite.process.env import pick_device
     from megalite.train.rank import run_rank_and_exit, train_rank
 
     device = pick_device(launch)
     if launch.world_size == 1:
         return train_rank(launch, device, config, accept, flag)
-    run_rank_and_exit(train_rank, launch, device, (config, accept, flag), config.train.timeout_s)
+    timeout_s = config.train.timeout_s
+    run_rank_and_exit(train_rank, launch, device, (config, accept, flag), timeout_s, flag)

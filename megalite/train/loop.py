@@ -294,7 +294,8 @@ class Trainer:
         self.log.open(at.step, at.total_steps, first, lines)
 
     def _leave(self, code: int, reason: str) -> int:
-        self.console.print(f"{reason} at step {self.step} of {self.at.total_steps}")
+        more = "; the same command goes on from there" if code == EXIT_SAVED else ""
+        self.console.print(f"{reason} at step {self.step} of {self.at.total_steps}{more}")
         self._close()
         self.log.close(self.step, reason, code)
         return code

@@ -37,15 +37,19 @@ def run_rank_and_exit(
     device: torch.device,
     arguments: tuple[Any, ...],
     timeout_s: float,
+    flag: SignalFlag | None = None,
 ) -> NoReturn:
     """Run `work` as one of several ranks that a launcher started, and end the process.
 
     Joins the other ranks and calls `work(launch, device, *arguments)`, whose result is the exit
-    code. An exception is printed instead, and gives its own code (`errors.exit_code`).
+    code. An exception is printed instead, and gives its own code (`errors.exit_code`). With a
+    `flag` that listens, a signal bounds the time that joining takes.
     """
     board: Board | None = None
     try:
-        init_process(launch, device, timeout_s)
+        others = f"the other ranks, at the rendezvous {launch.master_addr}:{launch.master_port}"
+        with (flag or SignalFlag()).bounds(others):
+            init_process(launch, device, timeout_s)
         board = Board.of_world(launch.rank, launch.world_size)
         code = work(launch, device, *arguments)
         _leave(board)
@@ -90,7 +94,7 @@ def train_rank(
     """One rank's run, inside its process group; returns the run's exit code.
 
     `accept`: settings that may differ from those of the checkpoint to resume from. After a run
-    that no error ended, SIGTERM and SIGUSR1 are ignored, so that they cannot replace its code.
+    that no error ended, signals are ignored, so that they cannot replace its code.
     """
     timeout_s = config.train.timeout_s
     if config.train.deterministic:
@@ -98,17 +102,14 @@ def train_rank(
         use_deterministic(True)
     signals = flag or SignalFlag()
     with signals:
-        # Configs are compared before groups are made, because settings decide the groups.
         mesh = Mesh(Topology.of(config.parallel), device, timeout_s=timeout_s)
-        require_same_config(config, mesh, accept)
-        mesh.create()
-
         board = Board.of_world(launch.rank, launch.world_size)
         after_s = timeout_s * _WATCH_SHARE
         try:
-            with Watch(
-                mesh.ledger, after_s, _print_redacted, board, leaving=lambda: signals.raised
-            ):
+            with Watch(mesh.ledger, after_s, _print_redacted, board, asked_s=signals.asked_s):
+                # Configs are compared before groups are made, because settings decide the groups.
+                require_same_config(config, mesh, accept)
+                mesh.create()
                 code = Trainer(config, mesh, accept=accept, flag=signals).run()
         finally:
             if launch.source == "local":  # otherwise `run_rank_and_exit` still uses its board

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,26 +77,65 @@ def test_a_rank_that_skipped_an_operation_is_named_once(ranks: list[Rank]) -> No
     }
 
 
-def test_who_is_asked_to_leave_does_not_wait_for_a_dead_rank(
-    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that is sure of itself within half a second."""
     monkeypatch.setattr(watch, "_LEAVE_STUCK_S", 0.1)
-    monkeypatch.setattr(watch, "_LEAVE_SILENT_S", 0.1)
+    monkeypatch.setattr(watch, "LEAVE_S", 0.3)
     monkeypatch.setattr(watch, "BEAT_S", 0.02)
+
+
+class End:
+    """Takes the place of the process's end."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.came = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.came.set()
+
+
+def since(asked_at: float) -> Callable[[float], float]:
+    """`SignalFlag.asked_s` of a process that was asked to leave at a time."""
+    return lambda moved_at: max(0.0, time.monotonic() - max(asked_at, moved_at))
+
+
+def test_who_is_asked_to_leave_does_not_wait_for_a_dead_rank(
+    ranks: list[Rank], hasty: None
+) -> None:
     ranks[1].board.post(Notice(1, 12, "rank 1"))
-    codes: list[int] = []
-    ended = threading.Event()
+    end = End()
+    with ranks[0].watched(3600.0, asked_s=since(0.0), end=end):
+        assert end.came.wait(60)
+    assert end.codes == [1]
+    gone, stuck = ranks[0].lines
+    assert gone == "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1"
+    assert re.fullmatch(r"asked to leave and stuck for \d+ s: rank 0 \(tp 0\): no .*", stuck)
 
-    def end(code: int) -> None:
-        codes.append(code)
-        ended.set()
 
-    with ranks[0].watched(3600.0, leaving=lambda: True, end=end):
-        assert ended.wait(60)
-    assert codes == [1]
-    assert ranks[0].lines == [
-        "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1"
-    ]
+@pytest.mark.parametrize(("phase", "leaves"), [("optimizer", True), ("checkpoint", False)])
+def test_who_is_asked_to_leave_waits_for_live_ranks_as_long_as_a_collective_may_take(
+    ranks: list[Rank], hasty: None, phase: str, leaves: bool
+) -> None:
+    """But for a save, which the ledger does not see move."""
+    end, began = End(), time.monotonic()
+    ranks[0].ledger.phase = phase
+    with ranks[1].watched(3600.0), ranks[0].watched(0.6, asked_s=since(0.0), end=end):
+        assert end.came.wait(60 if leaves else 3) == leaves
+    if leaves:
+        assert time.monotonic() - began >= 1.2
+        assert re.match(r"asked to leave and stuck for \d+ s: rank 0 ", ranks[0].lines[-1])
+
+
+def test_who_is_asked_to_leave_and_gets_on_stays(ranks: list[Rank], hasty: None) -> None:
+    ranks[1].board.post(Notice(1, 12, "rank 1"))
+    end = End()
+    with ranks[0].watched(3600.0, asked_s=since(0.0), end=end):
+        for _ in range(60):
+            ranks[0].ledger.start("all_reduce", "tp", 8)
+            assert not end.came.wait(0.03)
 
 
 def test_a_rank_whose_notices_go_on_or_that_is_done_is_not_gone() -> None:
@@ -124,11 +165,20 @@ def test_an_exception_is_annotated_with_the_failure_of_another_rank(ranks: list[
     ]
 
 
-def test_an_error_of_its_own_gets_no_notes(ranks: list[Rank]) -> None:
+@pytest.mark.parametrize("notes", [[], ["rank 0 (pp 0) in F0.0, number 1 of 8 of its program"]])
+def test_an_error_of_its_own_gets_no_notes(ranks: list[Rank], notes: list[str]) -> None:
+    """Also if others have noted on it where it was raised, and after an earlier wait has failed."""
     ranks[1].board.post(Notice(1, 12, "rank 1"))
-    with pytest.raises(ConfigError) as caught, ranks[0].watched():
-        raise ConfigError("train.steps=0")
-    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(ConnectionError), ranks[0].ledger.blocked("tp"):
+        raise ConnectionError("closed by peer")
+    error = ConfigError("train.steps=0")
+    for note in notes:
+        error.add_note(note)
+    began = time.monotonic()
+    with pytest.raises(ConfigError), ranks[0].watched():
+        raise error
+    assert getattr(error, "__notes__", []) == notes
+    assert time.monotonic() - began < watch._SILENT_S
 
 
 def test_one_rank_is_the_first_to_report_a_thing(ranks: list[Rank]) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from tests.train.kit.runs import (
 pytestmark = pytest.mark.long
 
 FOREVER = 1_000_000
+TOLD = "{}: saves at the end of the step and leaves; again: ends at once\n"
 
 
 def wait_until(there: Callable[[], bool]) -> None:
@@ -171,6 +172,63 @@ def test_signals_save_on_all_ranks_and_the_run_goes_on_as_if_never_stopped(runs:
     assert different(checkpoint_tensors(run, steps), checkpoint_tensors(straight, steps)) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_hangup_save_and_say_how_to_go_on(runs: Runs, number: signal.Signals) -> None:
+    run = runs.folder / "run"
+    job = runs.start(runs.config("run", train__steps=FOREVER))
+    wait_until(lambda: has_done(run, 2))
+    os.kill(job.pid, number)
+    assert job.code() == 75, job.err
+    end = lines(run, "end")[-1]
+    assert (end["reason"], end["exit_code"]) == (number.name, 75)
+    assert (run / "checkpoints" / f"step-{end['step']:08d}").is_dir()
+    assert job.err == TOLD.format(number.name)
+    step = f"{number.name} at step {end['step']} of {FOREVER}"
+    assert job.out.endswith(f"\n{step}; the same command goes on from there\n")
+
+
+def test_a_hangup_that_is_ignored_at_the_start_ends_nothing(runs: Runs) -> None:
+    run = runs.folder / "run"
+    job = runs.start(runs.config("run", train__steps=FOREVER), fault="ignores_hangups")
+    wait_until(lambda: has_done(run, 1))
+    for pid in (job.pid, *job.ranks()):
+        os.kill(pid, signal.SIGHUP)
+    done = lines(run, "step")[-1]["step"]
+    wait_until(lambda: has_done(run, done + 3))
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.code() == 75, job.err
+    assert lines(run, "end")[-1]["reason"] == "SIGTERM"
+
+
+def test_a_second_signal_ends_the_ranks_at_once_even_stopped_ones(runs: Runs) -> None:
+    run = runs.folder / "run"
+    job = runs.start(runs.config("run", train__steps=FOREVER))
+    wait_until(lambda: has_done(run, 2))
+    ranks = job.ranks()
+    os.kill(ranks[1], signal.SIGSTOP)
+    os.kill(job.pid, signal.SIGINT)
+    wait_until(lambda: job.err != "")
+    os.kill(job.pid, signal.SIGINT)
+    assert job.code() == 130
+    assert job.err == TOLD.format("SIGINT") + "SIGINT again: ends at once, without saving\n"
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_local_run_with_a_stopped_rank_is_left_when_asked(runs: Runs) -> None:
+    run = runs.folder / "run"
+    job = runs.start(runs.config("run", train__steps=FOREVER), fault="leaves_soon")
+    wait_until(partial(has_been_watched, run))
+    ranks = job.ranks()
+    os.kill(ranks[1], signal.SIGSTOP)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.code() == 1
+    assert "rank 1 gives no sign of life, it is dead or stopped; last seen at: " in job.err
+    assert "asked to leave and stuck for " in job.err
+    assert "rank 0 of 2 ended with code 1\nthen rank 1: ended by the launcher\n" in job.err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
 def test_a_killed_rank_ends_the_job_with_a_message(runs: Runs) -> None:
     job = runs.start(runs.config("run", train__steps=FOREVER))
     wait_until(lambda: has_done(runs.folder / "run", 2))
@@ -188,6 +246,16 @@ def test_a_rank_that_raises_shows_its_own_traceback_first(runs: Runs) -> None:
     assert job.err.count("Traceback") == 1
     assert "\nValueError: the cause\n" in job.err
     assert [line["step"] for line in lines(runs.folder / "run", "step")] == [1]
+
+
+def test_an_error_in_a_forward_is_not_put_down_to_those_who_wait_for_it(runs: Runs) -> None:
+    """Though the pipeline notes on it where it was."""
+    job = runs.start(runs.config("run"), fault="raises_in_a_forward")
+    assert job.code() == 1
+    assert job.err.startswith("rank 1 of 2 failed:\nTraceback (most recent call last):\n")
+    assert "\nValueError: the cause\npipeline rank 0 of 1, action 1 of " in job.err
+    assert "furthest behind" not in job.err
+    assert "waiting in" not in job.err.partition("\nthen rank")[0]
 
 
 def test_errors_to_fix_are_lines_without_a_traceback(runs: Runs) -> None:
@@ -235,8 +303,33 @@ def test_torchrun_starts_the_same_run(runs: Runs) -> None:
     assert step_numbers(runs.folder / "torchrun") == step_numbers(runs.folder / "local")
 
 
-def launched(runs: Runs, config: Path, *arguments: str, fault: str | None = None) -> list[Job]:
-    """Two processes with the variables that torchrun would set."""
+def test_ctrl_c_at_torchrun_saves_on_all_ranks(runs: Runs) -> None:
+    run, config = runs.folder / "run", runs.config("run", train__steps=FOREVER)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    agent = subprocess.Popen(
+        [sys.executable, *torchrun, Path(sys.executable).parent / "megalite", "train", config],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    wait_until(lambda: has_done(run, 2))
+    agent.send_signal(signal.SIGINT)
+    _, err = agent.communicate(timeout=120)
+    assert err.count(TOLD.format("SIGINT")) == 1
+    end = lines(run, "end")[-1]
+    assert (end["reason"], end["exit_code"]) == ("SIGINT", 75)
+    assert (run / "checkpoints" / f"step-{end['step']:08d}").is_dir()
+
+
+def launched(
+    runs: Runs,
+    config: Path,
+    *arguments: str,
+    fault: str | None = None,
+    ranks: Sequence[int] = (0, 1),
+) -> list[Job]:
+    """Those of two processes with the variables that torchrun would set."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -248,7 +341,7 @@ def launched(runs: Runs, config: Path, *arguments: str, fault: str | None = None
             fault=fault,
             environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(2)
+        for rank in ranks
     ]
 
 
@@ -297,19 +390,71 @@ def test_a_killed_and_a_stopped_rank_are_named_with_their_place(runs: Runs) -> N
     assert stopped[0].err.startswith("nothing new for 3 s: rank 0 (tp 0): ")
 
 
+def catches(pid: int, number: int) -> bool:
+    """True if the process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)
+    assert caught is not None
+    return bool(int(caught[1], 16) & (1 << (number - 1)))
+
+
+def test_a_rank_that_is_blocked_leaves_when_asked_and_says_what_it_waited_in(runs: Runs) -> None:
+    """In a collective, its peer stopped, and in a rendezvous to which the other rank never comes.
+
+    Both have ten minutes until a timeout would end them.
+    """
+    config = runs.config("stopped", train__steps=FOREVER)
+    stopped = launched(runs, config, fault="leaves_soon")
+    alone = launched(runs, runs.config("alone"), fault="leaves_soon", ranks=[0])[0]
+    try:
+        wait_until(lambda: catches(alone.pid, signal.SIGTERM))
+        os.kill(alone.pid, signal.SIGTERM)
+        wait_until(partial(has_been_watched, runs.folder / "stopped"))
+        os.kill(stopped[1].pid, signal.SIGSTOP)
+        os.kill(stopped[0].pid, signal.SIGTERM)
+        assert [stopped[0].code(), alone.code()] == [1, 1]
+    finally:
+        os.kill(stopped[1].pid, signal.SIGKILL)
+    assert stopped[1].code() == -signal.SIGKILL
+    assert alone.err.startswith(TOLD.format("SIGTERM"))
+    leaves = r"SIGTERM: leaves after 3 s without the other ranks, at the rendezvous 127.0.0.1:\d+\n"
+    assert re.search(leaves, alone.err)
+    told, gone, stuck = stopped[0].err.splitlines()
+    assert told + "\n" == TOLD.format("SIGTERM")
+    assert gone.startswith("rank 1 gives no sign of life, it is dead or stopped; last seen at: ")
+    place = r"rank 0 \(tp 0\): waiting in \w+ on \w+, op #\d+, step \d+, phase '"
+    assert re.match(rf"asked to leave and stuck for \d+ s: {place}", stuck)
+
+
+def test_a_second_signal_ends_a_blocked_rank_of_a_launcher_at_once(runs: Runs) -> None:
+    jobs = launched(runs, runs.config("run", train__steps=FOREVER))
+    wait_until(lambda: has_done(runs.folder / "run", 2))
+    os.kill(jobs[1].pid, signal.SIGSTOP)
+    try:
+        os.kill(jobs[0].pid, signal.SIGTERM)
+        wait_until(lambda: jobs[0].err != "")
+        os.kill(jobs[0].pid, signal.SIGINT)
+        assert jobs[0].code() == 130
+    finally:
+        os.kill(jobs[1].pid, signal.SIGKILL)
+    assert jobs[1].code() == -signal.SIGKILL
+    told = TOLD.format("SIGTERM") + "SIGINT again: ends at once, without saving\n"
+    assert jobs[0].err == told
+
+
 @pytest.mark.parametrize("fault", ["signalled_before_the_ranks", "signalled_while_a_rank_starts"])
 def test_a_signal_during_start_up_saves_the_first_step(runs: Runs, fault: str) -> None:
     job = runs.start(runs.config("run", train__steps=FOREVER), fault=fault)
     assert job.code() == 75, job.err
     assert lines(runs.folder / "run", "end")[-1]["step"] == 1
     assert (runs.folder / "run" / "checkpoints" / "step-00000001").is_dir()
-    assert job.err == ""
+    assert job.err == (TOLD.format("SIGUSR1") if fault == "signalled_before_the_ranks" else "")
 
 
 def test_a_late_signal_does_not_change_the_code(runs: Runs) -> None:
     job = runs.start(runs.config("run"), fault="terminated_late")
     assert job.code() == 0
-    assert job.err == ""
+    assert job.err in ("", TOLD.format("SIGTERM"))
 
 
 @pytest.mark.parametrize("local", [[], ["--local"]])
@@ -320,6 +465,37 @@ def test_left_over_launcher_variables_are_refused(runs: Runs, local: list[str]) 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: found RANK=0 but not LOCAL_RANK, WORLD_SIZE, ")
     assert "unset the left-over variables" in result.stderr
+
+
+LEFT_OVER = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (LEFT_OVER, "error: --local starts its own processes, but torchrun already started this "),
+        (LEFT_OVER | {"MASTER_PORT": None}, "error: found RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, "),
+    ],
+)
+def test_a_left_over_place_does_not_silence_the_refusal(
+    runs: Runs, environ: dict[str, str | None], message: str
+) -> None:
+    result = CliRunner().invoke(app, ["train", str(runs.config("run")), "--local"], env=environ)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+
+
+@pytest.mark.parametrize("verb", [["report", "nowhere"], ["generate", "nowhere"]])
+def test_a_left_over_place_silences_no_other_verb(verb: list[str]) -> None:
+    result = CliRunner().invoke(app, verb, env=dict(LEFT_OVER))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
 
 
 def test_a_layout_for_more_processes_than_there_are_is_refused(runs: Runs) -> None:

@@ -16,7 +16,12 @@ import torch.distributed as dist
 
 from megalite.cli.main import main as megalite
 from megalite.errors import DataError
-from megalite.process import local  # noqa: F401  imported once for all jobs, torch with it
+from megalite.process import (
+    local,  # noqa: F401  imported once for all jobs, torch with it
+    signals,
+    watch,
+)
+from megalite.process.launcher import Launch
 from megalite.train import launch, rank
 from megalite.train.loop import Trainer
 from megalite.train.run_data import open_data
@@ -25,6 +30,15 @@ from megalite.train.run_data import open_data
 def raises(trainer: Trainer) -> None:
     if trainer.mesh.rank == 1:
         raise ValueError("the cause")
+
+
+def raises_in_a_forward(trainer: Trainer) -> None:
+    if trainer.mesh.rank == 1:
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            raise ValueError("the cause")
+
+        trainer.engine.chunks[0].forward = forward
 
 
 def spoils_a_gradient(trainer: Trainer) -> None:
@@ -74,20 +88,33 @@ def signalled_while_a_rank_starts() -> None:
 
 
 def terminated_late() -> None:
-    """SIGTERM comes to the launcher and to each rank when all is done and saved."""
+    """SIGTERM comes to the launcher, once, and to each rank when all is done and saved."""
     start = rank.train_rank
 
-    def start_and_terminate(launch: Any, *arguments: Any, **named: Any) -> int:
+    def start_and_terminate(launch: Launch, *arguments: Any, **named: Any) -> int:
         code = start(launch, *arguments, **named)
-        os.kill(os.getppid(), signal.SIGTERM)
+        if launch.rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         return code
 
     rank.train_rank = start_and_terminate
 
 
+def leaves_soon() -> None:
+    """Who is asked to leave waits for others for three seconds, not for twenty."""
+    for module in (signals, watch):
+        mock.patch.object(module, "LEAVE_S", 3.0).start()
+    watch._LEAVE_STUCK_S = 1.0
+
+
+def ignores_hangups() -> None:
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 # Faults of the second step, and faults of the whole process.
-FAULTS = {"raises": raises, "spoils_a_gradient": spoils_a_gradient}
+FAULTS = {fault.__name__: fault for fault in (raises, raises_in_a_forward, spoils_a_gradient)}
 SETUPS = {
     setup.__name__: setup
     for setup in (
@@ -95,6 +122,8 @@ SETUPS = {
         signalled_before_the_ranks,
         signalled_while_a_rank_starts,
         terminated_late,
+        leaves_soon,
+        ignores_hangups,
     )
 }
 
