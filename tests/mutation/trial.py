@@ -31,6 +31,7 @@ _NO_PROGRAM = ("ImportError", "ModuleNotFoundError", "SyntaxError", "Indentation
                "UnboundLocalError")  # fmt: skip
 _IN_A_RANK = re.compile(rf"^(?:E +)?(?:\w+\.)*({'|'.join(_NO_PROGRAM)})\b", re.MULTILINE)
 _NO_BOUND = "no bound"
+_NO_TESTS = 5  # exit code of pytest where everything was ignored
 _LATE = re.compile(r"no answer within|timed out|Timeout|took longer|still running", re.IGNORECASE)
 
 
@@ -104,7 +105,7 @@ class Copy:
         before = path.read_text(encoding="utf-8")
         self._write(path, fault.planted(self.root))
         try:
-            failure = self._pytest(fault.tests, bound_s)
+            failure = self._first_to_fail(fault.tests, bound_s)
         finally:
             self._write(path, before)
         seconds = time.monotonic() - began
@@ -131,14 +132,24 @@ class Copy:
         self._written += 1
         os.utime(path, (1e9 + self._written, 1e9 + self._written))
 
-    def _pytest(self, tests: Sequence[str], bound_s: float) -> Failure | None:
-        """The first failure of the tests; one without a test's name if they did not end in time."""
+    def _first_to_fail(self, tests: Sequence[str], bound_s: float) -> Failure | None:
+        """Run the tests in their order, each once: pytest alone would join what overlaps."""
+        end = time.monotonic() + bound_s
+        for number, test in enumerate(tests):
+            done = [f"--ignore={earlier}" for earlier in tests[:number]]
+            failure = self._pytest([*done, test], end - time.monotonic())
+            if failure is not None:
+                return failure
+        return None
+
+    def _pytest(self, arguments: Sequence[str], bound_s: float) -> Failure | None:
+        """The first failure of a run; one without a test's name if it did not end in time."""
         report, temporary = self._folder / "report.xml", self._folder / "t"
         report.unlink(missing_ok=True)
         temporary.mkdir()
         # -P and no `python -m pytest` in the tree's root: kernels/ would be a package of its own.
         command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-                   "-o", "junit_family=xunit1", f"--junitxml={report}", *tests]  # fmt: skip
+                   "-o", "junit_family=xunit1", f"--junitxml={report}", *arguments]  # fmt: skip
         environment = {
             **os.environ,
             "PYTHONPATH": str(self._folder / "path"),
@@ -159,12 +170,12 @@ class Copy:
             try:
                 code = process.wait(bound_s)
             except subprocess.TimeoutExpired:
-                return Failure("", _NO_BOUND, f"no end after {bound_s:.0f} s", False)
+                return Failure("", _NO_BOUND, "the tests went on beyond --bound", False)
             finally:
                 self._end_processes()
                 process.wait()
                 shutil.rmtree(temporary, ignore_errors=True)
-            if code == 0:
+            if code in (0, _NO_TESTS):
                 return None
             found = first_failure(report) if report.is_file() else None
             output.seek(0)
