@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ LEAST_SHARE = 0.95
 
 def main() -> int:
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.draw:
         write_drawn(draw(read("drawn"), read("left_out")))
         return 0
@@ -102,6 +104,10 @@ def tries(faults: Sequence[Fault], jobs: int, bound_s: float) -> Iterator[tuple[
     if not faults:
         return
     with ExitStack() as stack:
+        if jobs == 1:  # in the main thread, which a signal interrupts
+            copy = stack.enter_context(Copy())
+            yield from ((fault, copy.try_fault(fault, bound_s)) for fault in faults)
+            return
         free: SimpleQueue[Copy] = SimpleQueue()
         for _ in range(jobs):
             free.put(stack.enter_context(Copy()))

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megalite.checkpoint.find import find_checkpoint
 from megalite.config import RunConfig
+from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.generate.generate import generate, load_model
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit.runs import (
+    SEQ_LENGTH,
+    VOCAB,
     checkpoint_tensors,
     different,
     lines,
@@ -64,6 +68,24 @@ def serial(pool: RankPool, folder: Path) -> dict[str, Path]:
 def test_dropout_is_on(serial: dict[str, Path]) -> None:
     dropped, plain = (losses(serial[name]) for name in ("dropped", "plain"))
     assert all(abs(a - b) > 1e-4 for a, b in zip(dropped, plain, strict=True))
+
+
+def test_each_step_has_masks_of_its_own(pool: RankPool, folder: Path) -> None:
+    """Weights and data stand still, so only the masks can change the loss from step to step."""
+    with IndexedWriter(folder / "same" / "data", VOCAB) as writer:
+        writer.add_document(np.full(12 * SEQ_LENGTH + 1, 5))
+        writer.publish()
+    still: dict[str, Any] = {
+        "optimizer__lr": 0.0,
+        "optimizer__warmup_steps": 0,
+        "optimizer__weight_decay": 0.0,
+    }
+    off: dict[str, Any] = dict.fromkeys(LLAMA, 0.0)
+    for name, changes in (("still-dropped", {}), ("still-plain", off)):
+        config = make_config(folder / "same", name, **{**GPT2, **still, **changes})
+        run(pool, config, 2, None)  # around a resume, too
+    assert len(set(losses(folder / "same" / "still-plain"))) == 1
+    assert len(set(losses(folder / "same" / "still-dropped"))) == STEPS
 
 
 @pytest.mark.parametrize(
