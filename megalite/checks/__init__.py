@@ -8,6 +8,7 @@ and `kernels`), `schedule` (reads the schedule's file), `packages` (looks for op
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from megalite.checks.settings import (
     world_problems,
 )
 from megalite.config import RunConfig
-from megalite.config.load import LoadedConfig, load_config
+from megalite.config.load import InvalidSettings, LoadedConfig, load_config
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
 
@@ -37,9 +38,17 @@ def open_run(
 ) -> LoadedConfig:
     """The checked and resolved run of a TOML file, with the origin of each value.
 
-    See `check_and_resolve`. Raises ConfigError with one line a problem.
+    See `check_and_resolve`. Raises ConfigError with one line a problem; where settings cannot be
+    read, the other ones are checked with them.
     """
-    loaded = load_config(path, list(overrides))
+    try:
+        loaded = load_config(path, list(overrides))
+    except InvalidSettings as error:
+        found = [
+            _problems(one.config, world_size, one.origins, keep_dp_open, more)
+            for one in error.stand_ins
+        ]
+        raise ConfigError([*error.problems, *_in_all(found, error.wrong)]) from None
     config = check_and_resolve(
         loaded.config, world_size, origins=loaded.origins, keep_dp_open=keep_dp_open, more=more
     )
@@ -61,14 +70,42 @@ def check_and_resolve(
     problems are reported together with the others. `origins` as in `check_config`. Raises
     ConfigError with one line a problem.
     """
+    problems = _problems(config, world_size, origins, keep_dp_open, more)
+    if problems:
+        raise ConfigError(problems)
+    is_open = _stays_open(config, world_size, keep_dp_open)
+    return resolve_schedule(config) if is_open else resolve(config, world_size)
+
+
+def _stays_open(config: RunConfig, world_size: int | None, keep_dp_open: bool) -> bool:
+    """True if parallel.dp is not known and is to be left so."""
+    return keep_dp_open and config.parallel.dp is None and world_size is None
+
+
+def _problems(
+    config: RunConfig,
+    world_size: int | None,
+    origins: Origins | None,
+    keep_dp_open: bool,
+    more: Sequence[Check],
+) -> list[str]:
     problems = check_config(config, world_size, origins)
-    is_open = keep_dp_open and config.parallel.dp is None and world_size is None
+    is_open = _stays_open(config, world_size, keep_dp_open)
     # The microbatches of a schedule's file can only be compared with a layout that fits the world.
     known = not is_open and not list(world_problems(config, world_size))
     dp = Topology.of(config.parallel, world_size).dp if known else None
     problems += schedule_problems(config, dp)
     for check in more:
         problems += check(config)
-    if problems:
-        raise ConfigError(problems)
-    return resolve_schedule(config) if is_open else resolve(config, world_size)
+    return problems
+
+
+def _in_all(found: Sequence[list[str]], wrong: frozenset[str]) -> list[str]:
+    """The problems that all lists have and that name no setting that is `wrong` itself."""
+    names = [re.compile(rf"{re.escape(name)}\b") for name in wrong]
+    return [
+        problem
+        for problem in (found[0] if found else [])
+        if all(problem in other for other in found)
+        and not any(name.search(problem) for name in names)
+    ]

@@ -50,7 +50,7 @@ def explain(error: ValidationError, origins: Mapping[str, str], meant: set[str])
     lines: list[str] = []
     absent: dict[str, list[str]] = {}
     for found in error.errors():
-        name, inside = _split(found["loc"])
+        name, inside = split_location(found["loc"])
         if found["type"] == "missing" and not inside:
             section, _, key = name.rpartition(".")
             if name not in meant:
@@ -62,7 +62,7 @@ def explain(error: ValidationError, origins: Mapping[str, str], meant: set[str])
     return lines
 
 
-def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
+def split_location(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
     """An error's location as a dotted key and the path inside the key's value."""
     length = 2
     while ".".join(str(part) for part in location[:length]) in sections():

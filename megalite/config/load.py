@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalite.config.explain import explain
+from megalite.config.explain import explain, split_location
 from megalite.config.frameworks import find_foreign
 from megalite.config.names import (
     Key,
@@ -40,6 +40,7 @@ from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError
 
 UNSET = ("none", "null")
+_NUMBERS = (1, 64)  # that every required setting takes, to stand in for a wrong one
 _LARGEST_EXPONENT = 18  # of numbers that are taken for integers
 
 # Origins of values; the others are file names.
@@ -65,6 +66,20 @@ class LoadedConfig:
         old = self.config
         changed = {n: DERIVED for n in keys() if value_of(old, n) != value_of(config, n)}
         return LoadedConfig(config, self.origins | changed)
+
+
+class InvalidSettings(ConfigError):
+    """Settings that cannot be read. What else is wrong can be found with `stand_ins`.
+
+    They are configs that differ in the settings that are `wrong`, by dotted key: a problem that all
+    of them have, and that names none of these, is one of the other settings.
+    """
+
+    def __init__(
+        self, problems: list[str], wrong: frozenset[str], stand_ins: tuple[LoadedConfig, ...]
+    ) -> None:
+        super().__init__(problems)
+        self.wrong, self.stand_ins = wrong, stand_ins
 
 
 @dataclass
@@ -93,7 +108,10 @@ class _Draft:
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedConfig:
-    """Read a TOML config, its base and the overrides; raises ConfigError with every problem."""
+    """Read a TOML config, its base and the overrides.
+
+    Raises ConfigError: for a file that cannot be read, or InvalidSettings with every problem.
+    """
     draft = _Draft({}, {}, [], set())
     for origin, tree in _sources(Path(expanduser(path))):
         _add_file(draft, origin, tree)
@@ -278,16 +296,36 @@ def _toml_or_text(raw: str) -> Any:
 
 
 def _finish(draft: _Draft) -> LoadedConfig:
-    """Validate the values. Raises ConfigError with all problems found here and before."""
+    """Validate the values. Raises InvalidSettings with all problems found here and before."""
+    wrong = set(draft.meant)
     try:
-        # Through JSON, where an array may be a tuple and the types stay strict otherwise.
-        config = RunConfig.model_validate_json(json.dumps(nested(draft.values), default=str))
+        config = _validated(draft.values)
     except ValidationError as error:
+        wrong |= {split_location(found["loc"])[0] for found in error.errors()}
         draft.problems += explain(error, draft.origins, draft.meant)
-        raise ConfigError(draft.problems) from None
+    origins = {name: draft.origins.get(name, DEFAULT) for name in keys()}
     if draft.problems:
-        raise ConfigError(draft.problems)
-    return LoadedConfig(config, {name: draft.origins.get(name, DEFAULT) for name in keys()})
+        stand_ins = [_stand_in(draft.values, wrong, which) for which in (0, -1)]
+        made = tuple(LoadedConfig(one, origins) for one in stand_ins if one is not None)
+        raise InvalidSettings(draft.problems, frozenset(wrong), made)
+    return LoadedConfig(config, origins)
+
+
+def _validated(values: dict[str, Any]) -> RunConfig:
+    # Through JSON, where an array may be a tuple and the types stay strict otherwise.
+    return RunConfig.model_validate_json(json.dumps(nested(values), default=str))
+
+
+def _stand_in(values: dict[str, Any], wrong: set[str], which: int) -> RunConfig | None:
+    """The config with other values for settings that are wrong: the first or the last of a few."""
+    kept = {name: value for name, value in values.items() if name not in wrong}
+    for key in (keys()[name] for name in wrong if name in keys()):
+        choices = key.choices or (_NUMBERS if key.required else ())
+        kept |= {key.name: choices[which]} if choices else {}
+    try:
+        return _validated(kept)
+    except ValidationError:
+        return None
 
 
 def _syntax_line(path: Path, text: str, message: str) -> str:

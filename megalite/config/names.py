@@ -34,6 +34,7 @@ class Key:
     kinds: frozenset[
         type
     ]  # plain types of its values: int, float, bool, str, list, tuple, NoneType
+    choices: tuple[Any, ...]  # the only values that it takes, if they are few
     required: bool
     default: Any
 
@@ -188,7 +189,10 @@ def _key(model: type[BaseModel], prefix: str, name: str) -> Key:
     info = model.model_fields[name]
     required = info.is_required()
     kinds = frozenset(_kinds(info.annotation))
-    return Key(prefix + name, kinds, required, None if required else info.default)
+    choices = (False, True) if kinds == {bool} else ()
+    if get_origin(info.annotation) is Literal:
+        choices = get_args(info.annotation)
+    return Key(prefix + name, kinds, choices, required, None if required else info.default)
 
 
 def _kinds(annotation: Any) -> Iterator[type]:

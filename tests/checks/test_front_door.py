@@ -12,6 +12,7 @@ from megalite.checks import check_and_resolve, open_run
 from megalite.cli.main import app
 from megalite.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megalite.config.inputs import missing_inputs
+from megalite.config.names import keys
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
@@ -52,6 +53,53 @@ def test_every_kind_of_problem_is_reported_at_once(path: Path) -> None:
     starts = ["world size 7 ", "parallel.tp=3 ", "pipeline.schedule: gone.csv", "data.path=nowhere"]
     for start in starts:
         assert any(problem.startswith(start) for problem in caught.value.problems), start
+
+
+def problems(path: Path, *settings: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        open_run(path, settings, more=[missing_inputs])
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [
+        (["train.steps=-1", "parallel.tp=3"],
+         ["train.steps=-1 (override) needs", "parallel.tp=3 does not divide model.num_heads",
+          "parallel.tp=3 does not divide model.ffn", "parallel.tp=3 does not divide the padded"]),
+        (["model.num_layers=none", "train.micro_batch=3", "data.path=nowhere"],
+         ['model.num_layers="none" (override) needs', "train.global_batch=8 is not divisible",
+          "data.path=nowhere: no file"]),
+        (["trian.foo=1", "eval.batches=2"], ["unknown key trian.foo", "eval.batches=2 has no"]),
+        (["train.batch_size=4", "parallel.pp=5"],
+         ["unknown key train.batch_size (override); that", "model.num_layers=4 is too few for"]),
+        # what another choice would make of the rest is not known
+        (["optimizer.lr_schedule=constnat", "optimizer.decay_steps=2"],
+         ['optimizer.lr_schedule="constnat" (override) needs']),
+        (["train.global_batch=x", "optimizer.warmup_tokens=5"],
+         ['train.global_batch="x" (override) needs']),
+        (["parallel.tp=x", "parallel.sequence_parallel=true"],
+         ['parallel.tp="x" (override) needs']),
+    ],
+)  # fmt: skip
+def test_settings_that_can_be_read_are_checked_beside_those_that_cannot(
+    path: Path, settings: list[str], starts: list[str]
+) -> None:
+    found = problems(path, *settings)
+    assert len(found) == len(starts), found
+    for line, start in zip(found, starts, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize("name", [k.name for k in keys().values() if k.choices or not k.is_string])
+def test_a_setting_that_cannot_be_read_makes_no_problem_of_another(path: Path, name: str) -> None:
+    (line,) = problems(path, f"{name}={{wrong = 1}}")
+    assert line.startswith(f"{name}=")
+
+
+def test_one_number_stands_in_for_every_required_setting() -> None:
+    required = [key for key in keys().values() if key.required]
+    assert {kind for key in required for kind in key.kinds} == {int}
 
 
 def test_what_is_open_follows_from_the_world_size(path: Path) -> None:

@@ -80,7 +80,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_config_mistakes_are_answered_without_torch(run_file: Path) -> None:
     done = python(megalite_in_python("train", run_file, "train.lr=1", "parallel.tp=1"))
-    assert done.stdout.splitlines()[-1] == "EXIT 2 ['pydantic']", done.stderr
+    assert done.stdout.splitlines()[-1] == "EXIT 2 ['numpy', 'pydantic']", done.stderr
     assert done.stderr == ("error: unknown key train.lr (override); did you mean optimizer.lr?\n")
 
 
