@@ -63,7 +63,7 @@ def read_run(run: Path) -> RunRecord:
 
 def _nothing_to_report(run: Path, lines: Lines) -> str:
     path = run / "metrics.jsonl"
-    if not run.is_dir():
+    if not path.is_file():
         what = "does not exist"
     elif any(line["kind"] == "step" for line in lines.sound):
         what = "has no run line, with which a run begins"
@@ -106,14 +106,23 @@ def summary(record: RunRecord) -> list[str]:
 
 
 def time_table(record: RunRecord) -> list[str]:
-    """Lines with the mean time of each part of a step, mean over ranks, without the first step."""
+    """Lines with the mean time of each part of a step, mean over ranks, without the first step.
+
+    Of the last attempt that trained: an earlier one may have had another layout or other machines.
+    """
     names = ["step_time_s", *(f"time_{part}_s" for part in TIME_PARTS)]
-    timed = [line for line in record.steps if all(_is_usable_time(line.get(n), n) for n in names)]
+    attempt = record.steps[-1].get("attempt", 1)
+    timed = [
+        line
+        for line in record.steps
+        if line.get("attempt", 1) == attempt and all(_is_usable_time(line.get(n), n) for n in names)
+    ]
     steady = timed[1:] or timed
     if not steady:
         return ["no step has its time split"]
     wall_s = fmean(line["step_time_s"] for line in steady)
-    rows = [f"a step took {median(line['step_time_s'] for line in steady) * 1e3:.0f} ms (median):"]
+    took_ms = median(line["step_time_s"] for line in steady) * 1e3
+    rows = [f"a step took {took_ms:.0f} ms (median of attempt {attempt}):"]
     for part in TIME_PARTS:
         seconds = fmean(line[f"time_{part}_s"] for line in steady)
         rows.append(f"  {part:<10}{seconds / wall_s:7.1%}   {_MEANING[part]}")

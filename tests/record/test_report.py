@@ -66,9 +66,11 @@ def test_report_of_something_else_is_refused_in_a_line(tmp_path: Path) -> None:
     result = invoke("report", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: {tmp_path / 'metrics.jsonl'} has no steps; give the folder of a run "
+        f"error: {tmp_path / 'metrics.jsonl'} does not exist; give the folder of a run "
         "that has trained\n"
     )
+    MetricsFile(tmp_path / "metrics.jsonl").write("run", config={})
+    assert "metrics.jsonl has no steps; give" in invoke("report", tmp_path).stderr
 
 
 def test_report_follows_the_last_attempt_and_stands_losses_that_are_not_finite(
@@ -91,6 +93,24 @@ def test_report_follows_the_last_attempt_and_stands_losses_that_are_not_finite(
     assert time_table(record) == ["no step has its time split"]
     with pytest.raises(DataError, match="does not exist"):
         read_run(tmp_path / "gone")
+
+
+def test_the_time_of_a_step_is_that_of_the_last_attempt_without_its_first_step(
+    tmp_path: Path,
+) -> None:
+    """A run that went on at another layout, or on another machine, has no time of both."""
+    times = {f"time_{part}_s": 0.0 for part in TIME_PARTS}
+    for attempt, seconds in enumerate((4.0, 1.0), start=1):
+        file = MetricsFile(tmp_path / "metrics.jsonl")
+        file.write("run" if attempt == 1 else "restart", step=3 * attempt - 3, config={})
+        for step in range(3 * attempt - 2, 3 * attempt + 1):
+            took = seconds if step % 3 != 1 else 60.0
+            split = {**times, "time_data_s": took / 4, "time_other_s": took * 3 / 4}
+            file.write("step", step=step, loss=1.0, step_time_s=took, **split)
+        file.close()
+        title, *rows = time_table(read_run(tmp_path))
+        assert title == f"a step took {seconds * 1e3:.0f} ms (median of attempt {attempt}):"
+        assert next(row for row in rows if "data " in row).split()[1] == "25.0%"
 
 
 DAMAGED_LINES = [
