@@ -1,8 +1,9 @@
 """Encoding chunks in several processes, with results in order and bounded memory.
 
 At most two chunks per worker are in memory, and no more than HELD_BYTES of text unless a single
-chunk is larger. A worker is a plain process with pipes (encode_worker.py), started when first
-needed. With one worker no process is started: this one encodes, by the same code.
+chunk is larger; encoding takes up to ENCODING_FACTOR (documents.py) times as much. A worker is a
+plain process with pipes (encode_worker.py), started when first needed. With one worker no process
+is started: this one encodes, by the same code.
 """
 
 from __future__ import annotations

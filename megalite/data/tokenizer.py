@@ -81,13 +81,12 @@ class Tokenizer:
 
         Raises DataError for a text with a lone surrogate.
         """
+        encode = self._processor.encode
         try:
-            data = [text.encode() for text in texts]
+            return [encode(text.encode(), out_type="numpy") for text in texts]
         except UnicodeEncodeError as error:
             message = f"text holds a lone surrogate, which has no UTF-8 form: {error}"
             raise DataError(message) from error
-        encode = self._processor.encode
-        return [encode(text, out_type="numpy") for text in data]
 
     def unknown_bytes(self, text: str, ids: NDArray[Any]) -> int:
         """UTF-8 bytes of a text, normalised, that its ids equal to `unk_id` stand for.

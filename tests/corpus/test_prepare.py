@@ -16,7 +16,7 @@ import sentencepiece
 from typer.testing import CliRunner
 
 from megalite.cli.data.prepare import app
-from megalite.corpus import sources
+from megalite.corpus import documents, sources
 from megalite.corpus.merge import merge
 from megalite.data.dataset import TokenDataset
 from megalite.data.tokenizer import Tokenizer
@@ -226,3 +226,35 @@ def test_with_byte_fallback_nothing_is_unknown(tmp_path: Path, source: str) -> N
     given: dict[str, Any] = {"tokenizer": report.tokenizer, "max_unknown": 0}
     again = prepare(str(tmp_path / "b.jsonl"), str(tmp_path / "b"), **given)
     assert (report.unknown_ids, again.unknown_ids, again.unknown_bytes) == (0, 0, 0)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from megalite.corpus.corpus import open_corpus
+from megalite.corpus.prepare import prepare
+
+def peak_bytes():
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
+    return int(line.split()[1]) << 10
+
+def run(source):
+    prepare(open_corpus(source), sys.argv[3], tokenizer=sys.argv[2], num_workers=1)
+
+run(sys.argv[4])
+before = peak_bytes()
+run(sys.argv[1])
+print(peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read through /proc")
+def test_a_long_document_takes_no_more_memory_than_is_stated(tmp_path: Path, source: str) -> None:
+    """Bytes that are no entry of the vocabulary take most: each is a token."""
+    prepare(source, str(tmp_path / "t"), vocab_size=VOCAB_SIZE)
+    path, size = tmp_path / "long.jsonl", 4 << 20
+    path.write_bytes(b'{"text": "' + b"\x7f" * size + b'"}\n')
+    arguments = [str(path), str(tmp_path / "t.model"), str(tmp_path / "out"), source]
+    command = [sys.executable, "-c", MEMORY, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 10 < int(done.stdout) / size < documents.ENCODING_FACTOR
