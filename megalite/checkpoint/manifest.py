@@ -145,6 +145,12 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
+def manifest_hash(directory: Path) -> str:
+    """The sha256 of a directory's manifest file, "" if there is none: the checkpoint's identity."""
+    path = directory / MANIFEST
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
 def from_bytes(data: bytes) -> Manifest:
     """Parse and check a manifest file's content. Raises ValueError or ValidationError."""
     outer = json.loads(data)

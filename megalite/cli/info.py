@@ -89,6 +89,9 @@ def _checkpoint(found: dict[str, Any], quick: bool) -> Iterator[str]:
         f"weights      {short_count(found['stored_weights'])} stored as "
         f"{', '.join(found['weight_dtypes'])}; states {', '.join(found['states'])}"
     )
+    if found["weights_from"]:
+        began = found["weights_from"]
+        yield f"began from   {began['path']} ({began['checkpoint']})"
     yield "saved at     " + " x ".join(f"{axis} {size}" for axis, size in found["saved_at"].items())
     yield (
         f"files        {found['files']}, {found['bytes'] / _MIB:,.1f} MiB in {found['tensors']} "

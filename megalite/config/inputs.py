@@ -97,12 +97,6 @@ def missing_inputs(config: RunConfig) -> list[str]:
             f"data.tokenizer={tokenizer}: no such file; "
             f"correct the path, or make it with `megalite data prepare SOURCE --vocab-size N`"
         )
-    weights = config.checkpoint.load_weights
-    if weights is not None and not Path(weights).is_dir():
-        problems.append(
-            f"checkpoint.load_weights={weights}: no such folder below {Path.cwd()}; give a run's "
-            "folder or one of its checkpoints"
-        )
     return problems
 
 

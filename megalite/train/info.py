@@ -20,6 +20,7 @@ from megalite.checkpoint.names import (
 from megalite.config.saved import saved_config
 from megalite.errors import CheckpointError, DataError
 from megalite.record.records import read_lines
+from megalite.train.origin import RECORD
 
 _METRICS = "metrics.jsonl"
 
@@ -118,6 +119,7 @@ def _checkpoint(found: Checkpoint, verify: bool) -> dict[str, Any]:
         "versions": manifest.versions,
         "kernels": trainer.get("kernels") if isinstance(trainer, dict) else None,
         "consumed_tokens": trainer.get("consumed_tokens") if isinstance(trainer, dict) else None,
+        "weights_from": trainer.get(RECORD) if isinstance(trainer, dict) else None,
         "verified": "sha256" if verify else "size",
     }
 

@@ -45,6 +45,7 @@ from megalite.train.changes import as_records
 from megalite.train.engine import Engine
 from megalite.train.evaluate import Evaluations
 from megalite.train.kernel_choice import kernel_record, plain_on_gpu
+from megalite.train.origin import origin_record
 from megalite.train.pipeline_trace import save_trace
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike
 from megalite.train.position import Position
@@ -273,7 +274,9 @@ class Trainer:
         if found is not None:
             self.at.restore(found)
         elif self.config.checkpoint.load_weights is not None:
-            source = load_weights(self.engine, Path(self.config.checkpoint.load_weights))
+            named = self.config.checkpoint.load_weights
+            source = load_weights(self.engine, Path(named))
+            self.at.weights_from = origin_record(named, source.path)
             self.console.print(f"weights from {source.path}, everything else new")
 
     def _open_log(self) -> None:

@@ -15,6 +15,7 @@ from megalite.config.inputs import sources
 from megalite.run.batch_plan import batch_plan, horizon_steps
 from megalite.train.blend_position import BlendPosition
 from megalite.train.changes import Changed
+from megalite.train.origin import RECORD
 from megalite.train.policies import SpikeGuard
 from megalite.train.resume import Resumed
 from megalite.train.run_data import RunData
@@ -34,6 +35,7 @@ class Position:
         self.skips: Counter[str] = Counter()  # steps without an update so far, by reason
         self.changed: Sequence[Changed] = ()  # differences from the checkpoint resumed from
         self.saved_step: int | None = None
+        self.weights_from: dict[str, str] | None = None  # see origin.py
 
     @property
     def total_steps(self) -> int:
@@ -71,6 +73,7 @@ class Position:
             "stages": [list(stage) for stage in self.plan.before(self.step)],
             "spikes": self.guard.state(),
             "skips": dict(self.skips),
+            RECORD: self.weights_from,
         }
 
     def restore(self, found: Resumed) -> None:
@@ -85,3 +88,4 @@ class Position:
         )
         self.guard.load(found.saved["spikes"])
         self.skips.update(found.saved["skips"])
+        self.weights_from = found.saved.get(RECORD)

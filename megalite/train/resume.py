@@ -14,7 +14,7 @@ from typing import Any
 from megalite.checkpoint.find import find_latest
 from megalite.config.resume import DATA, require_resume_mode
 from megalite.config.saved import saved_config
-from megalite.distributed.agree import Ranks
+from megalite.distributed.agree import Ranks, on_first_rank
 from megalite.run.batch_plan import BatchPlan
 from megalite.train import state
 from megalite.train.blend_position import BlendPosition, resumed_position
@@ -28,6 +28,7 @@ from megalite.train.changes import (
 )
 from megalite.train.engine import Engine
 from megalite.train.kernel_choice import kernel_notice, kernel_record
+from megalite.train.origin import check_origin
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,16 @@ def resume(
         *changed_data(saved["data"], data),
     ]
     require_accepted(changed, accept, found.path.name)
+    began = on_first_rank(
+        Ranks(engine.mesh.world), lambda: check_origin(config, saved, step, found.path)
+    )
     notice = kernel_notice(saved.get("kernels"), kernel_record(engine.ops), found.path.name)
     state.load_run(engine, found)
 
     # Only now: nothing is reported of a checkpoint that cannot be loaded.
-    if notice is not None:
-        report(notice)
+    for line in (notice, began):
+        if line is not None:
+            report(line)
     for change in changed:
         if change.needs == "accept":
             report(f"accepted: {change.text}")

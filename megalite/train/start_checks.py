@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.names import checkpoints_of, list_steps
@@ -24,20 +25,21 @@ from megalite.data.inputs import open_dataset, split_source, whole_set
 from megalite.data.sidecar import require_checksum
 from megalite.errors import CheckpointError, DataError
 from megalite.train.changes import changed_settings, require_accepted, resumed_plan
+from megalite.train.origin import check_origin
 
 CHECKED_BYTES = 1 << 30  # read and summed in less than a second
 
 
 def start_problems(config: RunConfig) -> list[str]:
-    """One line for each dataset that is damaged or does not fit, and for an unusable run folder.
+    """One line for each dataset or folder that is damaged, does not fit or cannot be used.
 
     Missing files are left out: `config.inputs.missing_inputs` names them.
     """
-    return [*_data_problems(config), *_folder_problems(config.folder)]
+    return [*_data_problems(config), *_folder_problems(config.folder), *_weights_problems(config)]
 
 
 def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
-    """Raise CheckpointError where the newest checkpoint was saved with other settings.
+    """Raise CheckpointError where the newest checkpoint is of other settings or other weights.
 
     config: resolved. A checkpoint that is damaged is left to the ranks, which look for a sound one.
     """
@@ -50,9 +52,11 @@ def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
         check_sizes(path, manifest, list(manifest.files))
     except CheckpointError:
         return
-    step, plan = resumed_plan(config, manifest.state["trainer"], path)
+    saved: Any = manifest.state["trainer"]
+    step, plan = resumed_plan(config, saved, path)
     old = saved_config(manifest.config, str(path))
     require_accepted(changed_settings(old, config, plan, step), accept, path.name)
+    check_origin(config, saved, step, path)
 
 
 def _data_problems(config: RunConfig) -> list[str]:
@@ -108,7 +112,7 @@ def _check_samples(path: str, config: RunConfig) -> None:
 def _folder_problems(folder: Path) -> Iterator[str]:
     """The reason why a run folder cannot be made or written to."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    inside = [folder / "checkpoints", folder / "metrics.jsonl"]
+    inside = [checkpoints_of(folder), folder / "metrics.jsonl"]
     if not nearest.is_dir():
         reason = f"{nearest} is no folder"
     elif not os.access(nearest, os.W_OK | os.X_OK):
@@ -120,3 +124,14 @@ def _folder_problems(folder: Path) -> Iterator[str]:
     else:
         return
     yield f"run folder {folder} cannot be written: {reason}; change out or name"
+
+
+def _weights_problems(config: RunConfig) -> Iterator[str]:
+    """A line for weights to begin from that are not there; a run that has saved needs none."""
+    weights = config.checkpoint.load_weights
+    has_saved = bool(list_steps(checkpoints_of(config.folder)))
+    if weights is not None and not has_saved and not Path(weights).exists():
+        yield (
+            f"checkpoint.load_weights={weights}: no such folder below {Path.cwd()}; give a run's "
+            "folder or one of its checkpoints"
+        )
