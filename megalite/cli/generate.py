@@ -162,6 +162,7 @@ def _continue(
     import torch
 
     from megalite.checkpoint.find import find_checkpoint
+    from megalite.data.tokenizer import first_change
     from megalite.generate.generate import generate as sample
     from megalite.generate.generate import load_model, load_tokenizer
 
@@ -175,10 +176,10 @@ def _continue(
     completions = []
     for index, text in enumerate(texts):
         ids = tokenizer.encode(text)
-        if (read := tokenizer.decode(ids)) != text:
+        if (decoded := tokenizer.decode(ids)) != text:
+            change = first_change(text, decoded)
             typer.echo(
-                f"warning: tokenizer {tokenizer.path} reads the prompt {text!r} as {read!r}",
-                err=True,
+                f"warning: tokenizer {tokenizer.path} changes the prompt: {change}", err=True
             )
         added = sample(
             model,
@@ -191,5 +192,5 @@ def _continue(
 
         # Decoded together, because a character may consist of tokens of both parts.
         whole = tokenizer.decode(ids + added)
-        completions.append((whole, whole[len(read) :]))
+        completions.append((whole, whole[len(decoded) :]))
     return completions

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megalite.corpus.corpus import Policy, accepted_texts
 from megalite.corpus.documents import CorpusChunk, CorpusReport
 from megalite.data.indexed import dtype_for_vocab
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import Tokenizer, first_change
 from megalite.errors import DataError
 
 MAX_ROUND_TRIPS = 64  # documents of a chunk that are decoded again and compared, if asked
@@ -47,6 +47,7 @@ class Entry:
     checksum: int = 0  # CRC-32 of lengths and ids as bytes
     round_trips: int = 0
     round_trips_exact: int = 0
+    first_change: str = ""  # of the first document that does not come back, in words
     report: CorpusReport = field(default_factory=CorpusReport)
 
     def to_json(self) -> dict[str, Any]:
@@ -100,9 +101,13 @@ class Encoder:
 
         rows = self.tokenizer.encode_batch(texts)
         if check_round_trips:
-            entry.round_trips = min(len(rows), MAX_ROUND_TRIPS)
-            pairs = list(zip(rows, texts, strict=True))[:MAX_ROUND_TRIPS]
-            entry.round_trips_exact = sum(self.tokenizer.decode(r) == text for r, text in pairs)
+            for row, text in zip(rows[:MAX_ROUND_TRIPS], texts, strict=False):
+                decoded = self.tokenizer.decode(row)
+                entry.round_trips += 1
+                if decoded == text:
+                    entry.round_trips_exact += 1
+                elif not entry.first_change:
+                    entry.first_change = first_change(text, decoded)
 
         # The checksum lets a later run trust the ids in the folder of an unfinished one.
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype="<i4", count=len(rows))

@@ -64,6 +64,7 @@ class PrepareReport:
     unknown_bytes: int  # of text, that these stand for
     num_round_trips: int  # documents at the start that were decoded and compared
     num_round_trips_exact: int
+    first_change: str  # of the first of them that does not come back, in words
     num_kept_documents: int  # taken over from an interrupted run
     started_over: bool  # the work of an interrupted run with other options was dropped
     num_workers: int
@@ -82,6 +83,7 @@ class _Totals:
     unknown_bytes: int = 0
     round_trips: int = 0
     round_trips_exact: int = 0
+    first_change: str = ""
     num_kept_documents: int = 0
     started_over: bool = False
     digests: hashlib._Hash = field(default_factory=hashlib.sha256)
@@ -94,6 +96,7 @@ class _Totals:
         self.unknown_bytes += entry.unknown_bytes
         self.round_trips += entry.round_trips
         self.round_trips_exact += entry.round_trips_exact
+        self.first_change = self.first_change or entry.first_change
         self.digests.update(entry.digest.encode())
 
 
@@ -164,6 +167,7 @@ def prepare(
         unknown_bytes=totals.unknown_bytes,
         num_round_trips=totals.round_trips,
         num_round_trips_exact=totals.round_trips_exact,
+        first_change=totals.first_change,
         num_kept_documents=totals.num_kept_documents,
         started_over=totals.started_over,
         num_workers=workers,

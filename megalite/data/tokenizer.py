@@ -112,6 +112,14 @@ class Tokenizer:
         return str(self._processor.decode(plain))
 
 
+def first_change(text: str, decoded: str) -> str:
+    """The place where a text and what comes back of it first differ, in words."""
+    pairs = enumerate(zip(text, decoded, strict=False))
+    end = min(len(text), len(decoded))
+    start = max(next((place for place, (one, other) in pairs if one != other), end) - 8, 0)
+    return f"{text[start : start + 24]!r} comes back as {decoded[start : start + 24]!r}"
+
+
 def library_version() -> str:
     """The version of sentencepiece: another one may give other ids."""
     return str(sentencepiece.__version__)

@@ -189,6 +189,25 @@ def without_bytes(tmp_path: Path) -> str:
 CHINESE = "\u4f60\u597d\u4e16\u754c"
 
 
+def test_what_a_tokenizer_changes_is_shown(tmp_path: Path, source: str) -> None:
+    """The library's default normalisation makes one space of a line's end and an indentation."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in TEXTS for line in text.split("\n")]),
+        model_prefix=str(tmp_path / "default"),
+        vocab_size=VOCAB_SIZE,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    options = ["--tokenizer", str(tmp_path / "default.model"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["prepare", source, *options])
+    assert result.exit_code == 0, result.output
+    assert (
+        "round trip 0 of the first 3 documents decode to their exact text\n"
+        "           'ef f(x):\\n\\treturn x\\ndef f' comes back as 'ef f(x): return x def f('\n"
+    ) in result.output
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_unknown_text_is_counted_by_its_bytes_and_refused(
     tmp_path: Path, without_bytes: str, monkeypatch: pytest.MonkeyPatch, workers: int

@@ -121,7 +121,8 @@ def test_a_prompt_that_the_tokenizer_changes_is_shown_as_read(runs: Path) -> Non
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("def f")
     assert result.stderr == (
-        f"warning: tokenizer {runs / 'data.model'} reads the prompt 'def\u2581f' as 'def f'\n"
+        f"warning: tokenizer {runs / 'data.model'} changes the prompt: 'def\u2581f' comes back as "
+        "'def f'\n"
     )
     assert invoke(runs / "tp2", "--prompt", "def \u7231", "--tokens", 1).stderr == ""
 

@@ -126,6 +126,7 @@ def summary(report: PrepareReport) -> list[str]:
         unknown(report.unknown_ids, report.unknown_bytes, report.text_bytes),
         f"round trip {report.num_round_trips_exact} of the first {report.num_round_trips} "
         "documents decode to their exact text",
+        *([f"           {report.first_change}"] if report.first_change else []),
         f"seconds    {report.train_s:.1f} training, {report.encode_s:.1f} encoding "
         f"({rate:.2f} MB/s, {report.num_workers} workers)",
     ]
