@@ -1,12 +1,14 @@
 """`megalite schedule`: draw, compare and write pipeline schedules, without torch.
 
-Reading order: `schedule` (the options), then where schedules come from (`_build`, `_show_config`,
-`_show_run`), then what is shown of them (`_show`, `_comparison`, `_write_files`).
+Reading order: `schedule` (the options), then where schedules come from (`_build`, `_of_config`,
+`_show_run`), then what is shown of them (`_show`, `_comparison`, `_write`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +24,7 @@ from megalite.schedules.check import check_schedule
 from megalite.schedules.csv_form import FILE, read_file, write_csv
 from megalite.schedules.memory import peak_deferred
 from megalite.schedules.tune import AUTO, default_name, peak_activations, tune
+from megalite.schedules.view.draw_svg import draw_html, draw_svg
 from megalite.schedules.view.draw_text import Cell, draw_text, plain
 from megalite.schedules.view.trace import chrome_trace, read_trace
 
@@ -79,7 +82,8 @@ def schedule(
     ] = None,
 ) -> None:
     """Draw a pipeline schedule, or compare several: bubble, memory, messages."""
-    output = _Output(compare, unit, svg, html, png, trace, csv)
+    given = {"svg": svg, "html": html, "trace": trace, "csv": csv, "png": png}
+    files = {kind: path for kind, path in given.items() if path is not None}
 
     # A run or a config determines sizes and times, so options that would change them are refused.
     if from_run is not None:
@@ -87,63 +91,29 @@ def schedule(
             raise ScheduleError(
                 "--from-run shows the schedule of the run; give no NAME and no --config with it"
             )
-        return _show_run(from_run, output)
+        return _show_run(from_run, unit, files)
     if config is not None:
         _require_none_of(ctx, "stages", "chunks", "microbatches", "f", "b", "w", "comm")
         _require_none_of(ctx, "memory", "recomputed")
-        return _show_config(config, overrides or [], names or [], output)
-    if overrides:
+        shown = _of_config(config, overrides or [], names or [], compare)
+    elif overrides:
         raise ScheduleError("--set changes a setting of --config; give both, or neither")
-
-    if not names and not compare:
-        typer.echo(_catalogue())
-        return
-    sizes = _Sizes(stages, chunks, microbatches, f, b, w, comm, memory, recomputed)
-    compared = names or [
-        one.name for one in SCHEDULES.values() if chunks is None or one.chunks.allows(chunks)
-    ]
-    _show([_build(name, sizes) for name in compared], output)
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes, times and limits with which schedules of given names are built.
-
-    Times are those of a whole rank, in any unit; `hop` is the time of a message between ranks.
-    """
-
-    p: int  # pipeline ranks
-    v: int | None  # chunks per rank; None: by name
-    m: int  # microbatches
-    f: float
-    b: float
-    w: float
-    hop: float
-    max_activations: float | None  # for auto
-    recompute: bool
+    elif not names and not compare:
+        return typer.echo(_catalogue())
+    else:
+        fit = [
+            one.name for one in SCHEDULES.values() if chunks is None or one.chunks.allows(chunks)
+        ]
+        times = {"f": f, "b": b, "w": w, "hop": comm}
+        build_one = partial(
+            _build, p=stages, v=chunks, m=microbatches, times=times, limit=memory, again=recomputed
+        )
+        shown = [build_one(name) for name in names or fit]
+    _show(shown, compare, unit, files)
 
 
 @dataclass(frozen=True)
-class _Output:
-    """The form in which schedules are shown, and the files that a single one is written to."""
-
-    compare: bool  # a table instead of pictures
-    unit: float | None  # time of a column of the picture
-    svg: Path | None
-    html: Path | None
-    png: Path | None
-    trace: Path | None
-    csv: Path | None
-
-    @property
-    def has_files(self) -> bool:
-        """True if any file is to be written."""
-        files = (self.svg, self.html, self.png, self.trace, self.csv)
-        return any(path is not None for path in files)
-
-
-@dataclass(frozen=True)
-class _Simulated:
+class _Shown:
     """A schedule with its simulated time line, and its measured one where there is a record."""
 
     name: str
@@ -179,87 +149,97 @@ def _require_none_of(ctx: typer.Context, *options: str) -> None:
             )
 
 
-def _build(name: str, sizes: _Sizes) -> _Simulated:
-    """The schedule of a name at the sizes of the command line, checked and simulated."""
-    v = sizes.v
+def _build(
+    name: str,
+    *,
+    p: int,
+    v: int | None,
+    m: int,
+    times: Mapping[str, float],
+    limit: float | None,
+    again: bool,
+) -> _Shown:
+    """The schedule of a name at the sizes of the command line, checked and simulated.
+
+    v None: chunks by name. times: of a whole rank, as `Durations.even` takes them. limit: most
+    activations, for auto. again: with recomputation.
+    """
     if v is None:
         v = SCHEDULES[name].chunks.minimum if name in SCHEDULES else 1
-    durations = Durations.even(sizes.p, v, f=sizes.f, b=sizes.b, w=sizes.w, hop=sizes.hop)
+    durations = Durations.even(p, v, **times)
 
     # These two stand for a choice among the others; the title shows the one chosen.
     if name == AUTO:
-        name = tune(sizes.p, v, sizes.m, durations, sizes.max_activations)[0].name
+        name = tune(p, v, m, durations, limit)[0].name
     if name == "default":
-        name = default_name(sizes.p, v, sizes.m)
+        name = default_name(p, v, m)
 
-    if name.startswith(FILE):
-        built = read_file(name[len(FILE) :], sizes.p, v, sizes.m)
-    else:
-        built = build(name, sizes.p, v, sizes.m)
-    if sizes.recompute:
+    from_file = name.startswith(FILE)
+    built = read_file(name[len(FILE) :], p, v, m) if from_file else build(name, p, v, m)
+    if again:
         built = recompute(built)
     check_schedule(built)
-    return _Simulated(name, built, simulate(built, durations))
+    return _Shown(name, built, simulate(built, durations))
 
 
-def _show_config(path: str, overrides: list[str], names: list[str], output: _Output) -> None:
-    """Print the stages and work of a run, then show its schedule, or others in its place."""
+def _of_config(path: str, overrides: list[str], names: list[str], compare: bool) -> list[_Shown]:
+    """A run's schedule, or others in its place; prints the run's stages and work."""
     from megalite.cli.schedule_config import plan_of, stage_lines
 
     plan = plan_of(path, overrides)
     for line in stage_lines(plan):
         typer.echo(line)
-    wanted = names or [plan.name]
-    if output.compare and not names:
-        wanted = [one.name for one in SCHEDULES.values() if one.chunks.allows(plan.v)]
+    every = compare and not names
+    fit = [one.name for one in SCHEDULES.values() if one.chunks.allows(plan.config.parallel.vpp)]
 
     # Only a comparison of all schedules may leave one out; a name that the user gave must fit.
     shown, left_out = [], []
-    for name in wanted:
+    for name in fit if every else names or [plan.name]:
         try:
             own, durations = plan.schedule(name)
-            shown.append(_Simulated(name, own, simulate(own, durations)))
+            shown.append(_Shown(name, own, simulate(own, durations)))
         except ScheduleError as error:
-            if names or not output.compare:
+            if not every:
                 raise
             left_out.append(f"left out: {error}")
     for line in left_out:
         typer.echo(line)
-    _show(shown, output)
+    return shown
 
 
-def _show_run(run: Path, output: _Output) -> None:
+def _show_run(run: Path, unit: float | None, files: Mapping[str, Path]) -> None:
     """Show the recorded step of a run beside a simulation of it with the same durations."""
     record = read_trace(run)
     simulated = simulate(record.schedule, record.durations())
-    one = _Simulated(record.name, record.schedule, simulated, record.timeline)
     took, ideal = record.timeline.makespan, simulated.makespan
     typer.echo(
         f"{record.name}, step {record.step}: measured {took * 1e3:.1f} ms, simulated with the "
         f"median durations of its actions {ideal * 1e3:.1f} ms, ratio {ideal / took:.3f}"
     )
-    if not output.has_files:
-        column = output.unit if output.unit is not None else took / 100
+    if not files:
+        column = unit if unit is not None else took / 100
         for title, line in (("simulated", simulated), ("measured", record.timeline)):
             typer.echo(f"{title} (a column is {column * 1e3:.3g} ms)")
-            _print_picture(one.schedule, line, column)
-    _write_files(one, output)
+            _print_picture(record.schedule, line, column)
+    _write(_Shown(record.name, record.schedule, simulated, record.timeline), files)
 
 
-def _show(schedules: list[_Simulated], output: _Output) -> None:
+def _show(
+    shown: Sequence[_Shown], compare: bool, unit: float | None, files: Mapping[str, Path]
+) -> None:
     """Print a table of several schedules, or the picture of one, or write its files."""
-    if output.compare or len(schedules) > 1:
-        for line in _comparison(schedules):
+    if compare or len(shown) > 1:
+        for line in _comparison(shown):
             typer.echo(line)
-    if len(schedules) != 1:
-        if output.has_files:
+    if len(shown) != 1:
+        if files:
             raise ScheduleError("files are written for one schedule at a time; give one NAME")
         return
-    one = schedules[0]
-    if not output.compare and not output.has_files:
+    (one,) = shown
+    if not compare and not files:
         typer.echo(one.title)
-        _print_picture(one.schedule, one.timeline, output.unit)
-    _write_files(one, output)
+        _print_picture(one.schedule, one.timeline, unit)
+    _write(one, files)
 
 
 def _catalogue() -> str:
@@ -277,38 +257,28 @@ def _catalogue() -> str:
     return "\n".join(lines)
 
 
-def _comparison(schedules: list[_Simulated]) -> list[str]:
-    """The lines of a table, a row per schedule."""
-    rows = [
-        ("schedule", "chunks", "step", "bubble", "span", "memory", "deferred", "p2p", "formula")
-    ]
-    for one in schedules:
-        named = SCHEDULES.get(one.name)
-        line = one.timeline
-        rows.append(
-            (
-                one.name,
-                str(one.schedule.v),
-                f"{line.makespan:.4g}",
-                f"{line.bubble_fraction:.1%}",
-                f"{line.span_bubble:.4g}",
-                f"{peak_activations(one.schedule):g}",
-                f"{max(peak_deferred(one.schedule)) / one.schedule.v:g}",
-                str(one.num_messages),
-                named.bubble if named else "",
-            )
-        )
+# the columns of a comparison: numbers stand right, the first and the last are text
+_COLUMNS: dict[str, Callable[[_Shown], str]] = {
+    "schedule": lambda one: one.name,
+    "chunks": lambda one: str(one.schedule.v),
+    "step": lambda one: f"{one.timeline.makespan:.4g}",
+    "bubble": lambda one: f"{one.timeline.bubble_fraction:.1%}",
+    "span": lambda one: f"{one.timeline.span_bubble:.4g}",
+    "memory": lambda one: f"{peak_activations(one.schedule):g}",
+    "deferred": lambda one: f"{max(peak_deferred(one.schedule)) / one.schedule.v:g}",
+    "p2p": lambda one: str(one.num_messages),
+    "formula": lambda one: SCHEDULES[one.name].bubble if one.name in SCHEDULES else "",
+}
 
-    # The first and the last column are text and stand left, numbers stand right.
-    text_columns = (0, len(rows[0]) - 1)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in text_columns else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+
+def _comparison(shown: Sequence[_Shown]) -> list[str]:
+    """The lines of a table, a row per schedule."""
+    columns = []
+    for head, cell_of in _COLUMNS.items():
+        cells = [head, *(cell_of(one) for one in shown)]
+        pad = str.ljust if head in ("schedule", "formula") else str.rjust
+        columns.append([pad(cell, max(map(len, cells))) for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _print_picture(schedule: Schedule, timeline: Timeline, unit: float | None) -> None:
@@ -332,35 +302,28 @@ def _coloured(rank: int, row: list[Cell], digits: int) -> str:
     return "".join(words)
 
 
-def _write_files(one: _Simulated, output: _Output) -> None:
-    """Write the files that `output` names, and print the path of each."""
-    from megalite.schedules.view.draw_svg import draw_html, draw_svg
+def _write(one: _Shown, files: Mapping[str, Path]) -> None:
+    """Write a schedule's files, by kind, and print the path of each."""
+    for kind, path in files.items():
+        if kind == "png":
+            # Here, because matplotlib takes a second to import.
+            from megalite.cli.schedule_png import draw_png
 
-    if output.svg is not None or output.html is not None:
-        picture = draw_svg(one.schedule, one.timeline, one.title, measured=one.measured)
-        if output.svg is not None:
-            _write(output.svg, picture)
-        if output.html is not None:
-            _write(output.html, draw_html(picture, one.title))
+            draw_png(one.schedule, one.timeline, one.title, path)
+        else:
+            try:
+                path.write_text(_text_of(one, kind), encoding="utf-8")
+            except OSError as error:
+                raise ScheduleError(f"{path} cannot be written: {error.strerror}") from None
+        typer.echo(f"wrote {path}")
 
-    if output.trace is not None:
+
+def _text_of(one: _Shown, kind: str) -> str:
+    """The content of a schedule's file of a kind."""
+    if kind == "csv":
+        return write_csv(one.schedule)
+    if kind == "trace":
         unit_us = 1000.0 if one.measured is None else 1e6  # a recorded step is in seconds
-        text = chrome_trace(one.schedule, one.timeline, unit_us=unit_us, measured=one.measured)
-        _write(output.trace, text)
-    if output.csv is not None:
-        _write(output.csv, write_csv(one.schedule))
-
-    # Last, because matplotlib takes a second to import.
-    if output.png is not None:
-        from megalite.cli.schedule_png import draw_png
-
-        draw_png(one.schedule, one.timeline, one.title, output.png)
-        typer.echo(f"wrote {output.png}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"{path} cannot be written: {error.strerror}") from None
-    typer.echo(f"wrote {path}")
+        return chrome_trace(one.schedule, one.timeline, unit_us=unit_us, measured=one.measured)
+    picture = draw_svg(one.schedule, one.timeline, one.title, measured=one.measured)
+    return draw_html(picture, one.title) if kind == "html" else picture

@@ -35,11 +35,6 @@ class Plan:
         return schedule_name(self.config)
 
     @property
-    def v(self) -> int:
-        """Chunks per pipeline rank."""
-        return self.config.parallel.vpp
-
-    @property
     def num_micro_batches(self) -> int:
         """Microbatches of a replica in a step of the full batch."""
         return num_micro_batches(self.config)
