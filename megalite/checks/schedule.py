@@ -50,9 +50,9 @@ def _differences(config: RunConfig, schedule: Schedule, dp: int | None) -> Itera
 
     # A batch that is not divisible, or that grows, is refused by checks.settings.
     train = config.train
-    at_once = train.micro_batch * (dp or 1)
-    if dp is None or train.global_batch % at_once or ramp_sizes(config):
+    if dp is None or ramp_sizes(config) or train.global_batch % (train.micro_batch * dp):
         return
+    at_once = train.micro_batch * dp
     wanted = train.global_batch // at_once
     if schedule.m != wanted:
         yield (

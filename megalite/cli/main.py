@@ -121,7 +121,7 @@ def _train(
     from megalite.config.inputs import missing_inputs
     from megalite.config.names import toml_value
     from megalite.config.resume import accepted
-    from megalite.config.text import print_config as show
+    from megalite.config.text import format_config
     from megalite.process.launcher import read_launch
     from megalite.process.signals import SignalFlag
 
@@ -133,7 +133,7 @@ def _train(
 
     # Where the run will be started is not known here, so parallel.dp may stay open.
     if print_config:
-        return show(open_run(config, settings, keep_dp_open=not local))
+        return typer.echo(format_config(open_run(config, settings, keep_dp_open=not local)))
 
     # A lone process may be one that should have been started by a launcher: `train_command` looks.
     launch = read_launch()

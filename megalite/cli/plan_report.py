@@ -189,20 +189,13 @@ def _memory_table(report: Report) -> Iterator[str]:
     unit, size = ("GiB", GIB) if large else ("MiB", 2**20)
     yield f"{unit:>5}  parameters  weights  gradients  optimizer  activations  working     total"
     for rank, memory in enumerate(report.ranks):
-        states = memory.states
-        parts = (
-            states.weights,
-            states.gradients,
-            states.optimizer,
-            memory.activations,
-            memory.working,
-            memory.total,
-        )
         cells = [
             f"{part / size:>{width},.2f}"
-            for part, width in zip(parts, (9, 11, 11, 13, 9, 10), strict=True)
+            for part, width in zip(
+                (*memory.parts.values(), memory.total), (9, 11, 11, 13, 9, 10), strict=True
+            )
         ]
-        yield f"{rank:>5}  {short_count(states.num_parameters):>10}{''.join(cells)}"
+        yield f"{rank:>5}  {short_count(memory.states.num_parameters):>10}{''.join(cells)}"
 
     # One microbatch of the largest stage, to judge what fewer microbatches in flight would save.
     longest = max(report.stages, key=lambda stage: (len(stage.layers), not stage.first))
@@ -266,11 +259,7 @@ def report_values(report: Report, device: Hardware | None) -> dict[str, Any]:
         "pipeline_ranks": [
             {
                 "parameters": memory.states.num_parameters,
-                "weights_bytes": memory.states.weights,
-                "gradients_bytes": memory.states.gradients,
-                "optimizer_bytes": memory.states.optimizer,
-                "activations_bytes": memory.activations,
-                "working_bytes": memory.working,
+                **{f"{part}_bytes": size for part, size in memory.parts.items()},
                 "total_bytes": memory.total,
             }
             for memory in report.ranks

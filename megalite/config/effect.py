@@ -18,33 +18,11 @@ from megalite.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Effect:
-    """The setting `name` has an effect where `active` holds; `otherwise` explains why not."""
+    """Settings that have an effect where `active` holds; `otherwise` explains why not."""
 
-    name: str
+    names: tuple[str, ...]
     active: Callable[[RunConfig], bool]
     otherwise: str
-
-
-_NO_ROPE = "model.positions=learned turns nothing; remove it or set model.positions=rope"
-_NO_SCALING = "nothing scales the rotation; remove it or set model.rope_scaling=llama3"
-
-
-def _rotates(config: RunConfig) -> bool:
-    return config.model.positions == "rope"
-
-
-def _scales_rotation(config: RunConfig) -> bool:
-    return _rotates(config) and config.model.rope_scaling is not None
-
-
-_NO_SPREAD = (
-    "layers are spread by cost only with parallel.pp >= 2 and without parallel.stage_layers; "
-    "remove it"
-)
-
-
-def _spreads(config: RunConfig) -> bool:
-    return config.parallel.pp > 1 and config.parallel.stage_layers is None
 
 
 def effective_window(config: RunConfig) -> int | None:
@@ -54,157 +32,150 @@ def effective_window(config: RunConfig) -> int | None:
 
 
 EFFECTS: tuple[Effect, ...] = (
-    *(Effect(f"model.rope_{key}", _rotates, _NO_ROPE) for key in ("theta", "fraction", "scaling")),
-    *(
-        Effect(f"model.rope_{key}", _scales_rotation, _NO_SCALING)
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position")
+    Effect(
+        ("model.rope_theta", "model.rope_fraction", "model.rope_scaling"),
+        lambda c: c.model.positions == "rope",
+        "model.positions=learned turns nothing; remove it or set model.positions=rope",
     ),
     Effect(
-        "model.max_positions",
+        (
+            "model.rope_factor",
+            "model.rope_low_freq_factor",
+            "model.rope_high_freq_factor",
+            "model.rope_original_max_position",
+        ),
+        lambda c: c.model.positions == "rope" and c.model.rope_scaling is not None,
+        "nothing scales the rotation; remove it or set model.rope_scaling=llama3",
+    ),
+    Effect(
+        ("model.max_positions",),
         lambda c: c.model.positions == "learned",
         "model.positions=rope keeps no table; remove it or set model.positions=learned",
     ),
     Effect(
-        "optimizer.min_lr",
+        ("optimizer.min_lr",),
         lambda c: c.optimizer.lr_schedule != "constant",
         "optimizer.lr_schedule=constant never decays; remove it or use linear or cosine",
     ),
-    *(
-        Effect(
-            f"optimizer.{name}",
-            lambda c: c.optimizer.lr_schedule not in ("constant", "inverse_sqrt"),
-            "optimizer.lr_schedule=constant never decays and inverse_sqrt has no end; remove it "
-            "or use linear, cosine or wsd",
-        )
-        for name in ("decay_steps", "decay_tokens")
-    ),
-    *(
-        Effect(
-            f"optimizer.{name}",
-            lambda c: c.optimizer.lr_schedule == "wsd",
-            "only optimizer.lr_schedule=wsd has a last phase; remove it or set "
-            "optimizer.lr_schedule=wsd",
-        )
-        for name in ("wsd_decay_steps", "wsd_decay_tokens", "wsd_decay_shape")
-    ),
-    *(
-        Effect(
-            f"train.{name}",
-            lambda c: c.train.loss_spike != "off",
-            "train.loss_spike=off watches no loss; remove it or set train.loss_spike=stop or skip",
-        )
-        for name in ("loss_spike_threshold", "loss_spike_window")
+    Effect(
+        ("optimizer.decay_steps", "optimizer.decay_tokens"),
+        lambda c: c.optimizer.lr_schedule not in ("constant", "inverse_sqrt"),
+        "optimizer.lr_schedule=constant never decays and inverse_sqrt has no end; remove it "
+        "or use linear, cosine or wsd",
     ),
     Effect(
-        "optimizer.overlap_param_gather",
+        ("optimizer.wsd_decay_steps", "optimizer.wsd_decay_tokens", "optimizer.wsd_decay_shape"),
+        lambda c: c.optimizer.lr_schedule == "wsd",
+        "only optimizer.lr_schedule=wsd has a last phase; remove it or set "
+        "optimizer.lr_schedule=wsd",
+    ),
+    Effect(
+        ("train.loss_spike_threshold", "train.loss_spike_window"),
+        lambda c: c.train.loss_spike != "off",
+        "train.loss_spike=off watches no loss; remove it or set train.loss_spike=stop or skip",
+    ),
+    Effect(
+        ("optimizer.overlap_param_gather",),
         lambda c: c.optimizer.zero > 0,
         "optimizer.zero=0 gathers no parameters; remove it or set optimizer.zero=1",
     ),
     Effect(
-        "optimizer.max_skips",
+        ("optimizer.max_skips",),
         lambda c: "skip" in (c.optimizer.non_finite, c.train.loss_spike),
         "optimizer.non_finite=stop and train.loss_spike=stop (or off) skip no step; remove it or "
         "set one of them to skip",
     ),
     Effect(
-        "optimizer.grad_reduce_dtype",
+        ("optimizer.grad_reduce_dtype",),
         lambda c: c.parallel.dp is None or c.parallel.dp > 1,
         "parallel.dp=1 reduces no gradients; remove it or set parallel.dp >= 2",
     ),
     Effect(
-        "train.tf32",
+        ("train.tf32",),
         lambda c: c.train.dtype == "float32",
         "only float32 products can use TF32; remove it or set train.dtype=float32",
     ),
-    *(
-        Effect(
-            f"optimizer.{name}",
-            lambda c: c.train.dtype == "float16",
-            "only train.dtype=float16 scales the loss; remove it or set train.dtype=float16",
-        )
-        for name in (
-            "loss_scale",
-            "loss_scale_min",
-            "loss_scale_interval",
-            "loss_scale_hysteresis",
-            "loss_scale_backoff",
-        )
-    ),
-    *(
-        Effect(
-            f"optimizer.{name}",
-            lambda c: c.optimizer.name == "muon",
-            "optimizer.name=adamw does not use it; remove it or set optimizer.name=muon",
-        )
-        for name in ("muon_momentum", "muon_nesterov", "muon_steps", "muon_scale")
+    Effect(
+        (
+            "optimizer.loss_scale",
+            "optimizer.loss_scale_min",
+            "optimizer.loss_scale_interval",
+            "optimizer.loss_scale_hysteresis",
+            "optimizer.loss_scale_backoff",
+        ),
+        lambda c: c.train.dtype == "float16",
+        "only train.dtype=float16 scales the loss; remove it or set train.dtype=float16",
     ),
     Effect(
-        "optimizer.muon_dtype",
+        (
+            "optimizer.muon_momentum",
+            "optimizer.muon_nesterov",
+            "optimizer.muon_steps",
+            "optimizer.muon_scale",
+        ),
+        lambda c: c.optimizer.name == "muon",
+        "optimizer.name=adamw does not use it; remove it or set optimizer.name=muon",
+    ),
+    Effect(
+        ("optimizer.muon_dtype",),
         lambda c: c.optimizer.name == "muon" and c.train.dtype != "float64",
         "only optimizer.name=muon iterates, and with train.dtype=float64 it does so in float64; "
         "remove it",
     ),
     Effect(
-        "kernels.norm",
+        ("kernels.norm",),
         lambda c: c.model.norm == "rmsnorm" or c.model.qk_norm,
         "model.norm=layernorm has no RMSNorm; remove it",
     ),
     Effect(
-        "checkpoint.load_weights",
+        ("checkpoint.load_weights",),
         lambda c: c.checkpoint.resume != "must",
         "checkpoint.resume=must starts from this run's own checkpoint; remove one of the two",
     ),
     Effect(
-        "eval.weights",
-        lambda c: c.eval.interval > 0,
-        "eval.interval=0 never evaluates; remove it or set eval.interval",
-    ),
-    *(
-        Effect(
-            f"log.wandb.{name}",
-            lambda c: c.log.wandb.project is not None,
-            "log.wandb.project is not set; remove it or set log.wandb.project",
-        )
-        for name in ("mode", "entity", "group", "tags", "timeout_s")
+        (
+            "log.wandb.mode",
+            "log.wandb.entity",
+            "log.wandb.group",
+            "log.wandb.tags",
+            "log.wandb.timeout_s",
+        ),
+        lambda c: c.log.wandb.project is not None,
+        "log.wandb.project is not set; remove it or set log.wandb.project",
     ),
     Effect(
-        "eval.sets",
+        ("eval.weights", "eval.sets", "eval.batches"),
         lambda c: c.eval.interval > 0,
         "eval.interval=0 never evaluates; remove it or set eval.interval",
     ),
     Effect(
-        "data.prefetch",
+        ("data.prefetch",),
         lambda c: c.data.workers > 0,
         "data.workers=0 reads nothing ahead; remove it or set data.workers=1",
     ),
     Effect(
-        "eval.batches",
-        lambda c: c.eval.interval > 0,
-        "eval.interval=0 never evaluates; remove it or set eval.interval",
-    ),
-    Effect(
-        "parallel.overlap_tp",
+        ("parallel.overlap_tp",),
         lambda c: c.parallel.tp > 1,
         "parallel.tp=1 has no collective to overlap; remove it or set parallel.tp >= 2",
     ),
-    *(
-        Effect(
-            f"parallel.{end}_layers",
-            lambda c: c.parallel.balance == "layers",
-            "parallel.balance=cost counts FLOPs; remove it or set parallel.balance=layers",
-        )
-        for end in ("embedding", "head")
+    Effect(
+        ("parallel.embedding_layers", "parallel.head_layers"),
+        lambda c: c.parallel.balance == "layers",
+        "parallel.balance=cost counts FLOPs; remove it or set parallel.balance=layers",
     ),
-    *(
-        Effect(f"parallel.{name}", _spreads, _NO_SPREAD)
-        for name in ("balance", "embedding_layers", "head_layers")
+    Effect(
+        ("parallel.balance", "parallel.embedding_layers", "parallel.head_layers"),
+        lambda c: c.parallel.pp > 1 and c.parallel.stage_layers is None,
+        "layers are spread by cost only with parallel.pp >= 2 and without parallel.stage_layers; "
+        "remove it",
     ),
 )
 
 
 def without_effect(config: RunConfig) -> dict[str, str]:
     """Dotted names of settings that do nothing in this config -> the reason, in words."""
-    return {e.name: e.otherwise for e in EFFECTS if not e.active(config)}
+    idle = [effect for effect in EFFECTS if not effect.active(config)]
+    return {name: effect.otherwise for effect in idle for name in effect.names}
 
 
 _UNREACHED = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megalite.config.effect import without_effect
 from megalite.config.load import LoadedConfig
 from megalite.config.names import default_of, keys, section_keys, sections, toml_value, value_of
@@ -27,14 +25,11 @@ def to_toml(config: RunConfig) -> str:
 
 def format_config(loaded: LoadedConfig) -> str:
     """A table with one line per setting: name, value, origin of the value."""
-    rows = [(n, toml_value(value_of(loaded.config, n)), loaded.origins[n]) for n in keys()]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(_table(rows, widths))
-
-
-def print_config(loaded: LoadedConfig) -> None:
-    """Print the table of format_config."""
-    print(format_config(loaded))
+    rows = {n: toml_value(value_of(loaded.config, n)) for n in keys()}
+    wide, widest = max(map(len, rows)), max(map(len, rows.values()))
+    return "\n".join(
+        f"{name:<{wide}}  {value:<{widest}}  {loaded.origins[name]}" for name, value in rows.items()
+    )
 
 
 def _assignment(config: RunConfig, key: str, name: str) -> str:
@@ -43,8 +38,3 @@ def _assignment(config: RunConfig, key: str, name: str) -> str:
 
 def _is_default(config: RunConfig, name: str) -> bool:
     return bool(value_of(config, name) == default_of(config, name))
-
-
-def _table(rows: list[tuple[str, str, str]], widths: list[int]) -> Iterator[str]:
-    for name, value, origin in rows:
-        yield f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}"

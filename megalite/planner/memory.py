@@ -34,9 +34,19 @@ class RankMemory:
     @property
     def total(self) -> int:
         """An upper bound on the bytes at any time: the sum of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what takes them."""
         states = self.states
-        kept = states.weights + states.gradients + states.optimizer
-        return kept + self.activations + self.working
+        return {
+            "weights": states.weights,
+            "gradients": states.gradients,
+            "optimizer": states.optimizer,
+            "activations": self.activations,
+            "working": self.working,
+        }
 
 
 _CONTEXT_BYTES, _FRAGMENTATION = 2 * 2**30, 0.05
