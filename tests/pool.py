@@ -52,6 +52,14 @@ _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 MAX_MESHES = 6  # a rank has at a time; about seven groups each
 
 
+def traffic(ledger: Any) -> dict[str, dict[str, float]]:
+    """Calls and bytes sent since a ledger's last reset, by "operation/axis"."""
+    return {
+        f"{op}/{axis}": {"calls": calls, "bytes_sent": ledger.bytes_sent[op, axis]}
+        for (op, axis), calls in sorted(ledger.counts.items())
+    }
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or did not answer; the message has the first one's own traceback."""
 

@@ -78,24 +78,6 @@ class Ledger:
         step = "" if self.step is None else f"step {self.step}, "
         return f"{step}phase {self.phase!r}"
 
-    def axis_totals(self, axis: str) -> dict[str, float]:
-        """Calls, bytes_sent and seconds of one axis since the last reset."""
-        return {
-            "calls": sum(n for (_, name), n in self.counts.items() if name == axis),
-            "bytes_sent": sum(n for (_, name), n in self.bytes_sent.items() if name == axis),
-            "seconds": self.seconds.get(axis, 0.0),
-        }
-
-    def as_dict(self) -> dict[str, dict[str, float]]:
-        """Totals since the last reset: `"op/axis" -> calls, bytes_sent`, `"axis" -> seconds`."""
-        result: dict[str, dict[str, float]] = {
-            f"{op}/{axis}": {"calls": calls, "bytes_sent": self.bytes_sent[op, axis]}
-            for (op, axis), calls in sorted(self.counts.items())
-        }
-        for axis, seconds in sorted(self.seconds.items()):
-            result[axis] = {"seconds": seconds}
-        return result
-
     def reset(self) -> None:
         """Forget the totals (once a step); the operation number and the place stay."""
         self.counts.clear()

@@ -72,11 +72,6 @@ class Axis:
         return self._mesh.ledger
 
     @property
-    def traffic(self) -> dict[str, float]:
-        """This axis's part of the ledger: calls, bytes_sent and seconds since the last reset."""
-        return self._mesh.ledger.axis_totals(self.name)
-
-    @property
     def next_rank(self) -> int:
         """World rank of the next process on the axis; the first follows the last."""
         return self.ranks[(self.rank + 1) % self.size]

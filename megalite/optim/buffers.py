@@ -16,11 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Axis, Mesh
 from megalite.distributed.precision import main_grad_dtype
 from megalite.layout.bucket_plan import BucketPlan, plan_chunk
 from megalite.layout.sharding import ShardSpec
-from megalite.run.rules import Rule, bucket_item
+from megalite.run.rules import Rule, bucket_item, rule_of
 
 
 class GradSink(Protocol):
@@ -80,9 +81,8 @@ class Bucket:
 class ChunkBuffers:
     """The flat buffers of one chunk. Building one re-points the chunk's parameters into it.
 
-    `bucket_mb` is MiB of main gradients. `params` and `grads` have equal length and layout;
-    a chunk without parameters has buffers of length 0 and no buckets. `rule_of` gives each
-    parameter's rule; with `sharded`, those of Muon lie whole on the ranks of their axis.
+    `params` and `grads` have equal length and layout; a chunk without parameters has buffers of
+    length 0 and no buckets. Under ZeRO-1, parameters of Muon lie whole on the ranks of their axis.
     """
 
     def __init__(
@@ -90,20 +90,18 @@ class ChunkBuffers:
         chunk: OptimizerChunk,
         dtype: torch.dtype,
         device: torch.device,
-        bucket_mb: float,
+        config: OptimizerConfig,
         mesh: Mesh,
-        rule_of: Callable[[ShardSpec], Rule] = lambda spec: Rule(),
-        sharded: bool = False,
     ) -> None:
         # In reverse order of use, the order in which backward finishes gradients.
         grad_dtype = main_grad_dtype(dtype)
         named = list(reversed(chunk.named_params()))
-        rules = [rule_of(spec) for _, spec in named]
+        rules = [rule_of(spec, config) for _, spec in named]
         items = [
-            bucket_item(spec, rule, mesh.topology, sharded)
+            bucket_item(spec, rule, mesh.topology, config.zero == 1)
             for (_, spec), rule in zip(named, rules, strict=True)
         ]
-        plans = plan_chunk(items, int(bucket_mb * 2**20) // grad_dtype.itemsize)
+        plans = plan_chunk(items, int(config.bucket_mb * 2**20) // grad_dtype.itemsize)
 
         self.buckets = [_bucket(plan, named, rules, mesh) for plan in plans]
         self.numel = plans[-1].stop if plans else 0

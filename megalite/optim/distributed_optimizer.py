@@ -8,8 +8,8 @@
 
 Everything after the dp reduction touches only this rank's part. `zero=0` is the same code with
 one shard, all-reduce in place of reduce-scatter, and no gather. AdamW and the sums of squares are
-kernels: one pass may unscale, clip, update and write the parameters (grad_factor.py explains when
-gradients in memory are multiplied). The learning rate is an argument.
+kernels: one pass may unscale, clip, update and write the parameters, and gradients in memory then
+stay without the factor, unless `named_grads` asks for them. The learning rate is an argument.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from torch import Tensor
 from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis, Mesh
-from megalite.distributed.precision import DTYPES, main_grad_dtype
+from megalite.distributed.precision import main_grad_dtype
 from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings
 from megalite.kernels.plain.adamw import ReferenceAdamW
 from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
-from megalite.optim.grad_factor import GradFactor
 from megalite.optim.grad_reduce import GradReducer
 from megalite.optim.groups import require_matches
 from megalite.optim.loss_scale import LossScaler
@@ -37,7 +36,7 @@ from megalite.optim.muon import muon_update
 from megalite.optim.non_finite import SkipPolicy
 from megalite.optim.norm import clip_coefficient, global_norm
 from megalite.optim.param_gather import ParamGather
-from megalite.optim.shard import EMA, ChunkShard, StateOptions
+from megalite.optim.shard import EMA, BucketShard, ChunkShard
 from megalite.optim.state_tensors import (
     MemoryReport,
     StateTensor,
@@ -45,7 +44,6 @@ from megalite.optim.state_tensors import (
     owns,
     state_tensors,
 )
-from megalite.run.rules import rule_of
 
 
 @dataclass(frozen=True)
@@ -89,24 +87,15 @@ class DistributedOptimizer:
         names = [spec.name for chunk in chunks for _, spec in chunk.named_params()]
         assert len(set(names)) == len(names), "a parameter is on this rank twice"
         require_matches(config.groups, names, mesh.world, device)
-        sharded, rules = config.zero == 1, partial(rule_of, config=config)
 
         # Memory first: parameters move into the flat buffers, of which everything else is views.
-        self._buffers = [
-            ChunkBuffers(chunk, dtype, device, config.bucket_mb, mesh, rules, sharded)
-            for chunk in chunks
-        ]
-        options = StateOptions(_narrow_dtype(config.moment_dtype), config.ema_decay is not None)
-        self._shards = [ChunkShard(buffers, sharded, options) for buffers in self._buffers]
+        self._buffers = [ChunkBuffers(chunk, dtype, device, config, mesh) for chunk in chunks]
+        self._shards = [ChunkShard(buffers, config) for buffers in self._buffers]
 
         # Communication: gradients are reduced before the update, parameters gathered after it, and
         # each forward waits for the parameters of a section ahead of its first use.
-        sent_dtype = _narrow_dtype(config.grad_reduce_dtype)
         pairs = list(zip(chunks, self._buffers, strict=True))
-        self._reducers = [
-            GradReducer(chunk, buffers, sharded, config.overlap_grad_reduce, sent_dtype)
-            for chunk, buffers in pairs
-        ]
+        self._reducers = [GradReducer(chunk, buffers, config) for chunk, buffers in pairs]
         self._gathers = [ParamGather(chunk, buffers) for chunk, buffers in pairs]
         for index, chunk in enumerate(chunks):
             chunk.before_section = partial(self.wait_section, index)
@@ -117,7 +106,8 @@ class DistributedOptimizer:
         self._runs = [run for shard in self._bucket_shards for run in shard.runs()]
         settings = AdamWSettings(config.beta1, config.beta2, config.eps)
         self._adamw = self._ops.adamw_plan(self._runs, settings)
-        self._factor = self._grad_factor()
+        # Clip coefficient / loss scale, where AdamW's gradients in memory still lack it.
+        self._missing_factor = 1.0
         self._counted, self._uncounted = self._split_counted()
 
     @property
@@ -132,7 +122,7 @@ class DistributedOptimizer:
 
     def begin_step(self) -> None:
         """Zero all gradients."""
-        self._factor.clear()
+        self._missing_factor = 1.0
         for reducer in self._reducers:
             reducer.begin()
 
@@ -155,7 +145,6 @@ class DistributedOptimizer:
         for reducer in self._reducers:
             reducer.wait()
         self.wait_params()
-        self._factor.apply_pending()  # if the last step was followed by no `begin_step`
 
         # A gradient counts in the norm as a sum over all ranks, so partial ones are summed first.
         self._sum_partial()
@@ -204,9 +193,11 @@ class DistributedOptimizer:
     def named_grads(self) -> list[StateTensor]:
         """Main gradients of this rank's part, as live views: reduced and clipped after `step`.
 
-        Call it again after each step: only the call applies a factor that is still pending.
+        Call it again after each step: only the call applies a factor that they still lack.
         """
-        self._factor.apply_pending()
+        adamw = [shard for shard in self._bucket_shards if not shard.bucket.whole]
+        _multiply(adamw, self._missing_factor)
+        self._missing_factor = 1.0
         return [
             StateTensor(
                 "grad",
@@ -232,15 +223,6 @@ class DistributedOptimizer:
     def after_load(self) -> None:
         """Bring parameters in line after state was copied into the `named_state` views."""
         self._publish(wait=True)
-
-    def sync_masters_from_params(self) -> None:
-        """Bring masters and averages in line after parameters were written directly.
-
-        Every rank must have written all of its parameters, after `wait_params`.
-        """
-        self.wait_params()
-        for shard in self._shards:
-            shard.reset_weights()
 
     def after_weights_load(self) -> None:
         """Bring parameters and averages in line after only the `param` states were loaded."""
@@ -275,15 +257,6 @@ class DistributedOptimizer:
         """Bytes of this rank's parameters, gradients and state, counted from the tensors."""
         return memory_report(self._buffers, self._shards)
 
-    def _grad_factor(self) -> GradFactor:
-        """The gradients by the time of their scaling: in AdamW's update if its kernel can."""
-        now: list[Tensor] = []
-        in_update: list[Tensor] = []
-        for shard in self._bucket_shards:
-            is_adamw = not shard.bucket.whole
-            (in_update if is_adamw and self._adamw.takes_factor else now).append(shard.grad)
-        return GradFactor(now, in_update)
-
     def _split_counted(self) -> tuple[list[Tensor], list[Tensor]]:
         """Gradient ranges that this rank adds to the norm, and those that another rank adds."""
         counted: list[Tensor] = []
@@ -307,11 +280,14 @@ class DistributedOptimizer:
                 comm.all_reduce(shard.grad, self._mesh.embedding)
 
     @torch.no_grad()
-    def _update(self, lr: float, coefficient: float) -> None:
-        """Multiply gradients by `coefficient` and apply them."""
-        self._factor.scale(coefficient)
+    def _update(self, lr: float, factor: float) -> None:
+        """Multiply gradients by `factor` and apply them."""
+        now = self._bucket_shards
+        if self._adamw.takes_factor:
+            self._missing_factor, now = factor, [shard for shard in now if shard.bucket.whole]
+        _multiply(now, factor)
         self._num_updates += 1
-        self._adamw.update(lr, self._num_updates, self._factor.pending_factor)
+        self._adamw.update(lr, self._num_updates, self._missing_factor)
         muon_update(self._bucket_shards, self._mesh.tp, self._config, lr)
         if self._config.ema_decay is not None:
             for shard in self._bucket_shards:
@@ -337,9 +313,12 @@ class DistributedOptimizer:
                 self.wait_params()
 
 
-def _narrow_dtype(name: str) -> torch.dtype | None:
-    """The dtype that a setting names; None for "float32", the main gradients' own."""
-    return None if name == "float32" else DTYPES[name]
+@torch.no_grad()
+def _multiply(shards: Sequence[BucketShard], factor: float) -> None:
+    """Multiply the gradients of shards in memory."""
+    if factor != 1.0:
+        for shard in shards:
+            shard.grad.mul_(factor)
 
 
 def _packed_all_reduce(tensors: Sequence[Tensor], axis: Axis) -> None:

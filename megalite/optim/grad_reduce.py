@@ -13,8 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis
+from megalite.distributed.precision import DTYPES
 from megalite.distributed.reduced_precision import RoundedAllReduce, reduce_scatter_rounded
 from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
 
@@ -28,21 +30,15 @@ class Waitable(Protocol):
 class GradReducer:
     """Reduces a chunk's gradient buffer, each bucket over its axis, in place.
 
-    `scatter`: reduce-scatter, after which a rank's own part of each bucket is valid and the rest
-    undefined; otherwise all-reduce. `overlap` off: everything starts in `wait`, same numbers.
-    `dtype`: the type that gradients are rounded to for sending; None sends them as they are.
+    ZeRO-1 reduce-scatters, after which a rank's own part of each bucket is valid and the rest
+    undefined; ZeRO-0 all-reduces. Without `overlap_grad_reduce` everything starts in `wait`, with
+    the same numbers. Gradients are rounded for sending if `grad_reduce_dtype` is narrower.
     """
 
     def __init__(
-        self,
-        chunk: OptimizerChunk,
-        buffers: ChunkBuffers,
-        scatter: bool,
-        overlap: bool,
-        dtype: torch.dtype | None = None,
+        self, chunk: OptimizerChunk, buffers: ChunkBuffers, config: OptimizerConfig
     ) -> None:
-        self._chunk, self._buffers = chunk, buffers
-        self._scatter, self._overlap, self._dtype = scatter, overlap, dtype
+        self._chunk, self._buffers, self._config = chunk, buffers, config
         self._bucket_of = {
             id(slot.param): index
             for index, bucket in enumerate(buffers.buckets)
@@ -60,7 +56,7 @@ class GradReducer:
 
     def expect_last(self) -> None:
         """Contributions from now on, `spec.contributions` a parameter, are the step's last."""
-        if not self._overlap:
+        if not self._config.overlap_grad_reduce:
             return
         buckets = self._buffers.buckets
         trained = [[s for s in b.slots if s.param.requires_grad] for b in buckets]
@@ -71,7 +67,7 @@ class GradReducer:
     def finish(self) -> None:
         """The chunk's last backward is done: start what has not started, in bucket order."""
         self._chunk.grads.listener = None
-        if self._overlap:
+        if self._config.overlap_grad_reduce:
             self._launch_all()
 
     def wait(self) -> None:
@@ -104,9 +100,10 @@ class GradReducer:
         self._handles.append(self._reduce(grads, bucket.axis))
 
     def _reduce(self, grads: Tensor, axis: Axis) -> Waitable:
-        if self._dtype is not None:
-            reduce = reduce_scatter_rounded if self._scatter else RoundedAllReduce
-            return reduce(grads, axis, self._dtype)
-        if self._scatter:
+        scatter, name = self._config.zero == 1, self._config.grad_reduce_dtype
+        if name != "float32":  # which stands for the gradients' own type
+            reduce = reduce_scatter_rounded if scatter else RoundedAllReduce
+            return reduce(grads, axis, DTYPES[name])
+        if scatter:
             return comm.reduce_scatter_into(grads, axis, async_op=True)
         return comm.all_reduce(grads, axis, async_op=True)

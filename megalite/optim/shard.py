@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megalite.config import OptimizerConfig
+from megalite.distributed.precision import DTYPES
 from megalite.kernels.adamw_operations import AdamWRun
 from megalite.layout.sharding import ShardSpec
 from megalite.optim.buffers import Bucket, ChunkBuffers, Slot
@@ -24,14 +26,6 @@ T = TypeVar("T")
 ADAMW_KINDS = ("exp_avg", "exp_avg_sq")
 MUON_KINDS = ("momentum",)
 EMA = "ema"
-
-
-@dataclass(frozen=True)
-class StateOptions:
-    """Options of the state: type of the moments (None: the main gradients'), and an average."""
-
-    moment_dtype: torch.dtype | None = None
-    ema: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,15 +125,12 @@ class ChunkShard:
     `states`: all of the chunk's state of a kind, as one tensor.
     """
 
-    def __init__(
-        self,
-        buffers: ChunkBuffers,
-        sharded: bool,
-        options: StateOptions = StateOptions(),
-    ) -> None:
+    def __init__(self, buffers: ChunkBuffers, config: OptimizerConfig) -> None:
         wide = buffers.grads.dtype
-        ranges = [bucket.shard_range(sharded) for bucket in buffers.buckets]
-        kinds = [kinds_of(bucket, options) for bucket in buffers.buckets]
+        # "float32" stands for the main gradients' type, which is float64 for float64 parameters.
+        moments = wide if config.moment_dtype == "float32" else DTYPES[config.moment_dtype]
+        ranges = [bucket.shard_range(config.zero == 1) for bucket in buffers.buckets]
+        kinds = [kinds_of(bucket, config) for bucket in buffers.buckets]
         numels = [stop - start for start, stop in ranges]
         device = buffers.grads.device
 
@@ -149,7 +140,7 @@ class ChunkShard:
         for kind in (*ADAMW_KINDS, *MUON_KINDS, EMA):
             parts = [n if kind in has else 0 for n, has in zip(numels, kinds, strict=True)]
             if any(parts):
-                dtype = wide if kind == EMA else options.moment_dtype or wide
+                dtype = wide if kind == EMA else moments
                 self.states[kind] = torch.zeros(sum(parts), dtype=dtype, device=device)
                 cuts[kind] = torch.split(self.states[kind], parts)
         self.master: Tensor | None = None
@@ -165,14 +156,8 @@ class ChunkShard:
             states = {kind: cuts[kind][i] for kind in kinds[i]}
             param, grad = params[i], buffers.grads[start:stop]
             self.shards.append(BucketShard(bucket, start, stop, param, weights[i], grad, states))
-        self.reset_weights()
-
-    @torch.no_grad()
-    def reset_weights(self) -> None:
-        """Set masters and averages to the parameters' values."""
-        if self.master is not None:
-            for shard in self.shards:
-                shard.weight.copy_(shard.param)
+            if self.master is not None:
+                weights[i].copy_(param)
         self.reset_averages()
 
     @torch.no_grad()
@@ -194,7 +179,7 @@ class ChunkShard:
                     shard.param.copy_(shard.weight)
 
 
-def kinds_of(bucket: Bucket, options: StateOptions) -> tuple[str, ...]:
+def kinds_of(bucket: Bucket, config: OptimizerConfig) -> tuple[str, ...]:
     """The kinds of state that a bucket's parameters have."""
     kinds = MUON_KINDS if bucket.whole else ADAMW_KINDS
-    return (*kinds, EMA) if options.ema else kinds
+    return kinds if config.ema_decay is None else (*kinds, EMA)

@@ -138,11 +138,6 @@ class Timeline:
         return self.bubble / self.makespan if self.makespan > 0 else 0.0
 
     @property
-    def rank_bubbles(self) -> tuple[float, ...]:
-        """Time that each rank idles between the start and the end of the step."""
-        return tuple(self.makespan - busy for busy in self.busy)
-
-    @property
     def span_bubble(self) -> float:
         """Most that a rank idles between its own first and last action.
 

@@ -10,6 +10,7 @@ from megalite.model.transformer import Transformer
 from megalite.run.parameters import ModelStage
 from megalite.tensor_parallel.context import LayerContext
 from tests.model.kit.small import SEQ_LENGTH, gradients, make_batch, make_stage, model_config
+from tests.pool import traffic
 from tests.tensor_parallel.kit.memory import AllocationMeter
 
 MODES = ["none", "selective", "full"]
@@ -61,7 +62,7 @@ def train(ctx, sp, recompute) -> dict[str, dict[str, float]]:
     x = torch.ones(len(batch.token_T) // (context.tp.size if sp else 1), 16, dtype=torch.float64)
     y = stage(x.requires_grad_(), batch)
     y.backward(torch.ones_like(y))
-    return {op: v for op, v in mesh.ledger.as_dict().items() if "/" in op}
+    return traffic(mesh.ledger)
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megalite.config import OptimizerConfig
 from megalite.layout.bucket_plan import ALIGN, plan_buckets
 from megalite.layout.sharding import ShardSpec
 from megalite.layout.topology import Topology
@@ -77,6 +78,13 @@ def test_tied_weight_is_laid_out_alike_on_both_stages() -> None:
     assert a.stop - a.start == b.stop - b.start
 
 
+def buffers_of(
+    chunk: ListChunk, bucket_mb: float, dp: int, dtype: torch.dtype = torch.float32
+) -> ChunkBuffers:
+    config = OptimizerConfig(bucket_mb=bucket_mb)
+    return ChunkBuffers(chunk, dtype, torch.device("cpu"), config, mesh_of(dp))
+
+
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"),
     [
@@ -91,7 +99,7 @@ def test_parameters_move_into_the_buffer_in_reverse_order(
     first = nn.Parameter(torch.arange(6, dtype=dtype).view(2, 3))
     last = nn.Parameter(torch.arange(5, dtype=dtype) + 10)
     chunk = ListChunk([(first, ShardSpec("a", (2, 3))), (last, ShardSpec("b", (5,)))])
-    buffers = ChunkBuffers(chunk, dtype, torch.device("cpu"), 1.0, mesh_of(2))
+    buffers = buffers_of(chunk, 1.0, 2, dtype)
     assert buffers.params[:5].tolist() == [10, 11, 12, 13, 14]
     assert buffers.params[16:22].tolist() == [0, 1, 2, 3, 4, 5]
     assert buffers.numel == 32
@@ -106,13 +114,13 @@ def test_parameters_move_into_the_buffer_in_reverse_order(
 
 
 def test_chunk_without_parameters() -> None:
-    buffers = ChunkBuffers(ListChunk([]), torch.float32, torch.device("cpu"), 1.0, mesh_of(4))
+    buffers = buffers_of(ListChunk([]), 1.0, 4)
     assert buffers.numel == buffers.padding == 0
     assert buffers.buckets == []
 
 
 def test_small_buckets_hold_one_parameter_each() -> None:
     params = [(nn.Parameter(torch.ones(40)), ShardSpec(str(i), (40,))) for i in range(5)]
-    tiny = ChunkBuffers(ListChunk(params), torch.float32, torch.device("cpu"), 1e-5, mesh_of(2))
+    tiny = buffers_of(ListChunk(params), 1e-5, 2)
     assert [len(bucket.slots) for bucket in tiny.buckets] == [1] * 5
     assert [bucket.slots[0].spec.name for bucket in tiny.buckets] == ["4", "3", "2", "1", "0"]

@@ -7,6 +7,7 @@ import torch
 
 from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
+from tests.pool import traffic
 from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
@@ -43,7 +44,7 @@ def look_up(ctx, sp, strides, frozen) -> Outcome:
     if not frozen:
         y.backward(transposed(dy) if strides == "transposed" else dy)
     notes = {"heard": len(heard), "needs grad": y.requires_grad}
-    notes["ledger"] = {op: v for op, v in context.tp.ledger.as_dict().items() if "/" in op}
+    notes["ledger"] = traffic(context.tp.ledger)
     return Outcome(y.detach(), None, gradients_of(layer), notes)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.context import LayerContext, ShardedModule
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tests.pool import traffic
 from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
@@ -139,7 +140,7 @@ def run_layer(ctx, sp: bool, case: Case) -> Outcome:
     for contribution in context.grads.deferred or []:
         contribution()
     notes["heard"] = sorted(a for p in heard for a in layer.specs if p is getattr(layer, a))
-    notes["ledger"] = {op: v for op, v in context.tp.ledger.as_dict().items() if "/" in op}
+    notes["ledger"] = traffic(context.tp.ledger)
     y, dx = y.detach(), present(x.grad)
     if case.is_column:
         y = y.unflatten(1, layer.specs["weight"].local_shape(context.tp.size)[:-1])

@@ -16,6 +16,7 @@ from megalite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megalite.tensor_parallel.linear import ColumnParallelLinear
+from tests.pool import traffic
 from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
@@ -76,7 +77,7 @@ def head_loss(ctx, sp, vocab, chunk, kind, options) -> Outcome:
         loss = vocab_parallel_cross_entropy(layer(x), labels(vocab), shard)
     loss.backward(upstream(kind))
     notes: dict[str, Any] = {"heard": len(heard)}
-    notes["ledger"] = {op: v for op, v in context.tp.ledger.as_dict().items() if "/" in op}
+    notes["ledger"] = traffic(context.tp.ledger)
     return Outcome(loss.detach(), x.grad, gradients_of(layer), notes)
 
 

@@ -15,7 +15,7 @@ from megalite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megalite.tensor_parallel.linear import ColumnParallelLinear
-from tests.pool import RankPool
+from tests.pool import RankPool, traffic
 from tests.tensor_parallel.kit.pieces import (
     LAYOUTS,
     Outcome,
@@ -78,7 +78,7 @@ def sharded(ctx, sp, vocab, chunk, extras: LossExtras) -> Outcome:
     notes = {
         "plain": plain,
         "parts": shard.take_parts(),
-        "ledger": context.tp.ledger.as_dict()["all_gather/tp"] if context.tp.size > 1 else None,
+        "ledger": traffic(context.tp.ledger)["all_gather/tp"] if context.tp.size > 1 else None,
     }
     assert not shard.take_parts().any(), "taken twice"
     return Outcome(loss.detach(), x.grad, gradients_of(layer), notes)
