@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings
@@ -15,6 +18,8 @@ settings.load_profile("megalite")
 
 # Tests that fork after torch has computed would hang in the child's OpenMP with more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+BOUND_S = 300  # of each phase of a test; those marked slow have none
 
 _POOL = pytest.StashKey[RankPool]()
 
@@ -61,3 +66,38 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pool(request: pytest.FixtureRequest) -> RankPool:
     """Forked gloo ranks: `pool.run(fn, world_size, *args)` gives one result per rank."""
     return request.config.stash[_POOL]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with bounded(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with bounded(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    with bounded(item):
+        return (yield)
+
+
+@contextmanager
+def bounded(item: pytest.Item) -> Generator[None, None, None]:
+    """Raise TimeoutError in a test that waits for what never comes, such as a process's end."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"{item.nodeid} did not end within {BOUND_S} s")
+
+    slow = item.get_closest_marker("slow") is not None
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(0 if slow else BOUND_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

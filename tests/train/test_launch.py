@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -60,8 +61,17 @@ class Job:
         return self._server.stdout.readline()
 
     def code(self) -> int:
-        """Its exit code, once it has ended."""
-        return int(self._ask(self.pid))
+        """Its exit code, once it has ended; one that does not end in two minutes is killed."""
+        killer = Timer(120, self._kill)
+        killer.start()
+        try:
+            return int(self._ask(self.pid))
+        finally:
+            killer.cancel()
+
+    def _kill(self) -> None:
+        for pid in [*self.ranks(), self.pid]:
+            os.kill(pid, signal.SIGKILL)
 
     @property
     def out(self) -> str:
