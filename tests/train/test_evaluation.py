@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -253,3 +255,34 @@ def test_too_few_tokens_of_one_source_are_refused_by_its_name(pool: RankPool, fo
     ((outcome,),) = pool.run(train, 1, [(config, None)])
     assert outcome.error.startswith("DataError: data.sources[1] (small): ")
     assert "train gets 8 of 17 tokens" in outcome.error
+
+
+def signalled_in_an_evaluation(ctx: Any, config: RunConfig) -> int:
+    """Runs in a rank: rank 1 alone gets a signal during the first batch of an evaluation."""
+    trainer = make_trainer(ctx, config)
+    forward_only = trainer.engine.forward_only
+
+    def forward_and_signal(batches: Any) -> Any:
+        if ctx.rank == 1:
+            trainer.flag.received.setdefault(signal.SIGTERM, 0.0)
+        return forward_only(batches)
+
+    with mock.patch.object(trainer.engine, "forward_only", forward_and_signal):
+        return trainer.run()
+
+
+@pytest.mark.long
+def test_a_signal_to_any_rank_cuts_an_evaluation_short_and_the_next_attempt_makes_up_for_it(
+    pool: RankPool, folder: Path
+) -> None:
+    options: dict[str, Any] = {"data__split": SPLIT, "eval__interval": 2, "train__steps": 4}
+    config = make_config(folder, "cut", "dp2", **options)
+    assert pool.run(signalled_in_an_evaluation, 2, config) == [75, 75]
+    run = folder / "cut"
+    assert lines(run, "eval") == []
+    assert "step     2: evaluation cut short" in (run / "log.txt").read_text()
+    assert (lines(run, "end")[-1]["step"], lines(run, "checkpoint")[-1]["step"]) == (2, 2)
+
+    for (outcome,) in pool.run(train, 2, [(config, None)]):
+        assert (outcome.code, outcome.first_step) == (0, 2)
+    assert [line["step"] for line in lines(run, "eval")] == [2, 4]
