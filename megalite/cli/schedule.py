@@ -31,6 +31,8 @@ from megalite.schedules.view.trace import chrome_trace, read_trace
 # Terminal colours by kind of action (rich's names).
 _STYLES = {"F": "blue", "B": "green", "W": "yellow", BACKWARD: "cyan", "R": "bright_black"}
 
+_File = Annotated[Path | None, typer.Option(parser=file, help="Write it to this file.")]
+
 
 def schedule(
     ctx: typer.Context,
@@ -55,19 +57,11 @@ def schedule(
     ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="A table of all NAMEs.")] = False,
     unit: Annotated[float | None, typer.Option(help="Time of a column of the picture.")] = None,
-    svg: Annotated[
-        Path | None, typer.Option(parser=file, help="Write the picture to this file.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(parser=file, help="Write it as a page that zooms.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(parser=file, help="Write it as a bitmap.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(parser=file, help="Write a trace for Perfetto.")
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(parser=file, help="Write the schedule as a CSV.")
-    ] = None,
+    svg: _File = None,
+    html: _File = None,
+    png: _File = None,
+    trace: _File = None,
+    csv: _File = None,
     config: Annotated[
         str | None,
         typer.Option(help="A run's config: its stages, their modelled times, its schedule."),
@@ -81,7 +75,11 @@ def schedule(
         typer.Option(parser=file, help="A run folder: its recorded step beside the simulated one."),
     ] = None,
 ) -> None:
-    """Draw a pipeline schedule, or compare several: bubble, memory, messages."""
+    """Draw a pipeline schedule, or compare several: bubble, memory, messages.
+
+    The picture is written as an SVG, a page that zooms or a PNG, the time line as a trace for
+    Perfetto, and the schedule as a CSV, which file:PATH reads.
+    """
     given = {"svg": svg, "html": html, "trace": trace, "csv": csv, "png": png}
     files = {kind: path for kind, path in given.items() if path is not None}
 

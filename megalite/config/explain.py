@@ -104,6 +104,8 @@ def _path_text(name: str, inside: tuple[int | str, ...]) -> str:
 def _remedy(found: Any) -> str:
     """A suggestion: the nearest choice, or the value in the form to write; else empty."""
     value, kind = found["input"], found["type"]
+    if kind == "list_type" and isinstance(value, dict):
+        return f"; write [[{split_location(found['loc'])[0]}]] above each entry"
     if kind == "literal_error" and isinstance(value, str):
         near = _nearest_choice(value, re.findall(r"'([^']*)'", found["ctx"]["expected"]))
         return f"; did you mean {near}?" if near else ""

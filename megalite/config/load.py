@@ -353,6 +353,8 @@ def _syntax_remedy(line: str) -> str:
         value = value.lower()
     elif _BARE_POINT.fullmatch(value):
         value = toml_value(float(value))
+    elif re.fullmatch(r"\([^()]*\)", value):
+        value = f"[{value[1:-1]}]"
     elif re.fullmatch(r"[A-Za-z][\w./-]*", value):
         value = toml_value(value.lower() if value.lower() in UNSET else value)
     elif "=" in line:

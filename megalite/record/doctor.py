@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -200,16 +201,9 @@ def _communication() -> Iterator[Finding]:
     )  # fmt: skip
     if torch.cuda.is_available():
         nccl = dist.is_available() and dist.is_nccl_available()
-        found = _nccl_version() if nccl else "not in this torch"
+        found = _as_text(torch.cuda.nccl.version()) if nccl else "not in this torch"
         yield Finding("nccl", "ok" if nccl else "missing", found, "install a CUDA build of torch")
     yield _host_name()
-
-
-def _nccl_version() -> str:
-    import torch
-
-    numbers: tuple[int, ...] = torch.cuda.nccl.version()
-    return _as_text(numbers)
 
 
 def _host_name() -> Finding:
@@ -302,14 +296,8 @@ def _required_packages() -> list[str]:
         wanted = requires("megalite") or []
     except PackageNotFoundError:
         return ["torch"]
-    plain = [line for line in wanted if "extra ==" not in line]
-    return [_name_of(line) for line in plain]
-
-
-def _name_of(requirement: str) -> str:
-    """The package's name at the start of a requirement such as `torch>=2.11`."""
-    end = next((i for i, c in enumerate(requirement) if not (c.isalnum() or c in "._-")), None)
-    return requirement[:end]
+    # A requirement such as `torch>=2.11` starts with the package's name.
+    return [re.split(r"[^\w.-]", line)[0] for line in wanted if "extra ==" not in line]
 
 
 def _version(package: str) -> str | None:

@@ -159,6 +159,9 @@ LINES = {
     "clip_grad = None": ", line 1: 'clip_grad = None': Invalid value; write clip_grad = \"none\"",
     "lr = .001": ", line 1: 'lr = .001': Invalid value; write lr = 0.001",
     "dtype = bfloat16": ", line 1: 'dtype = bfloat16': Invalid value; write dtype = \"bfloat16\"",
+    "split = (0.9, 0.1)": (
+        ", line 1: 'split = (0.9, 0.1)': Invalid value; write split = [0.9, 0.1]"
+    ),
     "lr: 0.001": (
         ", line 1: 'lr: 0.001': Expected '=' after a key in a key/value pair; write lr = 0.001"
     ),
@@ -217,6 +220,16 @@ def test_a_file_of_another_framework_is_answered_key_by_key(tmp_path: Path) -> N
         "train.dtype=bfloat16",
         f"error: unknown section [optimiser] ({path}); did you mean [optimizer]?",
     ]
+
+
+def test_a_table_where_a_list_of_tables_belongs_is_answered_by_its_form(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN + '[data.sources]\npath = "a"\n')
+    found = CliRunner().invoke(app, ["train", str(path)]).stderr
+    assert found == (
+        f'error: data.sources={{path = "a"}} ({path}) needs a list, for example [1, 2]; write '
+        "[[data.sources]] above each entry\n"
+    )
 
 
 def test_options_of_other_frameworks_are_answered_all_at_once(run_file: Path) -> None:
