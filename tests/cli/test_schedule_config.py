@@ -56,6 +56,13 @@ def test_a_v_places_the_last_stage_beside_the_first() -> None:
     assert [line.split()[1] for line in found[1:5]] == ["0", "1", "1", "0"]
 
 
+def test_the_busiest_of_more_than_two_ranks_is_the_one_with_the_head() -> None:
+    changes = ("parallel.pp=4", "parallel.vpp=1", "pipeline.schedule=1f1b")
+    found = lines(*(word for change in changes for word in ("--set", change)))
+    shares = [line.split()[3] for line in found[1:5]]
+    assert found[5].endswith(f"the busiest rank has {shares[3]}")
+
+
 def test_all_that_fit_are_compared_on_the_runs_own_times() -> None:
     table = lines("--compare", "--set", "train.global_batch=16")
     names = [line.split()[0] for line in table[7:]]

@@ -150,6 +150,7 @@ def test_for_world_takes_what_the_other_axes_leave() -> None:
         (lambda: Topology().groups(cast(Any, "sp")), r"'sp'; kinds are tp, cp"),
         (lambda: Topology(tp=2, dp=3, ep=4), r"ep=4 does not divide tp\*cp\*dp = 2\*1\*3 = 6"),
         (lambda: Topology(tp=4).require_world(6), r"needs 4 ranks, but 6.*multiple of .* 4"),
+        (lambda: Topology(tp=4).require_world(0), r"needs 4 ranks, but 0.*multiple of .* 4"),
     ],
 )
 def test_errors_carry_the_numbers(make, message) -> None:

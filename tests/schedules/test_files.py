@@ -129,6 +129,20 @@ def test_svg_has_a_box_with_a_tooltip_for_every_action() -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
 
 
+def test_names_in_the_legend_do_not_lie_on_each_other() -> None:
+    schedule = build("zb-v", 4, 2, 8)
+    line = simulate(schedule, Durations.even(4, 2))
+    root = ElementTree.fromstring(draw_svg(schedule, line, "t"))
+    names = [text for text in root.iter(f"{SVG}text") if text.get("y") == "38"]
+    starts = [float(text.get("x", "nan")) for text in names]
+    letter = 6.0  # pixels of a monospace letter of 11, and less
+    ends = [
+        start + letter * len(text.text or "") for start, text in zip(starts, names, strict=True)
+    ]
+    assert len(names) > 1
+    assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
+
+
 def test_trace_has_every_action_once_per_lane() -> None:
     schedule = build("interleaved", 2, 2, 4)
     line = simulate(schedule, Durations.even(2, 2))
