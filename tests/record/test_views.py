@@ -49,11 +49,12 @@ def run_with(ctx: Any, config: RunConfig, environment: dict[str, str], error: st
         os.environ.update(before)
 
 
-def views(folder: Path, name: str, **changes: Any) -> RunConfig:
+def views(folder: Path, name: str, layout: str = "serial", **changes: Any) -> RunConfig:
     wandb = {"project": "p", "mode": "offline", **changes}
     return make_config(
         folder,
         name,
+        layout,
         train__steps=3,
         checkpoint__interval=2,
         log__tensorboard=True,
@@ -86,20 +87,22 @@ def test_no_key_of_the_environment_is_in_the_run_folder(pool: RankPool, folder: 
 
 
 def test_a_service_that_cannot_be_reached_costs_one_warning(pool: RankPool, folder: Path) -> None:
-    config = views(folder, "unreachable", mode="auto")
+    """One of the ranks has the views, so there is one warning, one run, one file of events."""
+    config = views(folder, "unreachable", "tp2", mode="auto")
     environment = {
         "WANDB_API_KEY": SECRETS["WANDB_API_KEY"],
         "WANDB_BASE_URL": "http://127.0.0.1:1",  # nobody listens
         "WANDB_CACHE_DIR": str(folder / "cache"),
     }
-    (done,) = pool.run(run_with, 1, config, environment)
-    assert done.code == 0, done.error
+    for done in pool.run(run_with, 2, config, environment):
+        assert done.code == 0, done.error
     run = folder / "unreachable"
     assert [line["step"] for line in lines(run, "step")] == [1, 2, 3]
     log = (run / "log.txt").read_text()
     assert log.count("warning: ") == 1
     assert "warning: wandb at http://127.0.0.1:1 cannot be reached; this run is kept" in log
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+    assert len(list((run / "tensorboard").iterdir())) == 1
 
 
 def test_what_counts_as_secret() -> None:
