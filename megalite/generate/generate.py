@@ -65,7 +65,10 @@ def serial_config(checkpoint: Checkpoint) -> RunConfig:
 def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer that the run's config names. Raises ConfigError if it names none."""
     if config.data.tokenizer is None:
-        raise ConfigError("the run names no data.tokenizer; it cannot write text")
+        raise ConfigError(
+            "the run was trained without data.tokenizer, so it can neither read nor write text; "
+            "resume it with data.tokenizer=FILE, which its next checkpoint then names"
+        )
     return Tokenizer(config.data.tokenizer)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from megalite.checkpoint.find import find_checkpoint
 from megalite.cli.main import app
 from megalite.errors import ConfigError, DataError
-from megalite.generate.generate import generate, load_model
+from megalite.generate.generate import generate, load_model, load_tokenizer
 from megalite.generate.sampling import Sampling
 from tests.corpus.kit import prepare
 from tests.pool import RankPool
@@ -164,6 +164,11 @@ def test_without_a_checkpoint_it_is_refused_in_a_line(tmp_path: Path) -> None:
         "has saved (at its end, on a signal, every checkpoint.interval steps and interval_s "
         "seconds)\n"
     )
+
+
+def test_without_a_tokenizer_it_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"resume it with data\.tokenizer=FILE, which its next"):
+        load_tokenizer(make_config(tmp_path, "speechless"))
 
 
 def test_it_stops_after_the_end_of_a_document(runs: Path) -> None:
