@@ -65,12 +65,12 @@ class IndexedDataset:
     """One dataset opened for reading, memory-mapped; all checks of the format are made here.
 
     Tables of more than OPENING_ENTRIES are checked by sample on opening, so a dataset of any size
-    opens at once; `check_all` checks every entry. `read` copies tokens, and raises DataError if the
-    file was shortened after it was opened; reading `tokens`, the mapped file, would then end the
-    process with SIGBUS. Raises DataError for a file that is missing or damaged.
+    opens at once; `check_all` checks every entry. Tokens are read and not mapped: a mapped file
+    that was shortened after it was opened would end the process with SIGBUS, and `read` raises
+    DataError. Raises DataError for a file that is missing or damaged.
 
-    `tokens` is the whole `.bin` as one stream; `lengths` [N] in tokens, `offsets` [N] in bytes,
-    `documents` [D] as sequence indices, `modes` [N] or None. All are read-only views of the files.
+    `num_tokens` of the whole `.bin`, which is one stream; `lengths` [N] in tokens, `offsets` [N] in
+    bytes, `documents` [D] as sequence indices, `modes` [N] or None, read-only views of the index.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -87,7 +87,9 @@ class IndexedDataset:
         self._map_index()
         self._check_sequences(OPENING_ENTRIES)
         self._check_documents(OPENING_ENTRIES)
-        self._map_tokens()
+        self._descriptor = os.open(self.bin_path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.num_tokens = os.fstat(self._descriptor).st_size // self.dtype.itemsize
 
     def check_all(self) -> None:
         """Check every entry of the index; raises DataError with the first bad one."""
@@ -101,10 +103,6 @@ class IndexedDataset:
     @property
     def num_documents(self) -> int:
         return len(self.documents) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
 
     def sequence(self, number: int) -> NDArray[Any]:
         """Token ids of one sequence."""
@@ -282,11 +280,3 @@ class IndexedDataset:
                     int(part[number + 1]),
                     f"{int(part[number])} or more",
                 )
-
-    def _map_tokens(self) -> None:
-        self._descriptor = os.open(self.bin_path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
-        if self.bin_path.stat().st_size == 0:  # an empty file cannot be mapped
-            self.tokens: NDArray[Any] = np.zeros(0, dtype=self.dtype)
-        else:
-            self.tokens = np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r"))

@@ -98,10 +98,6 @@ class SampleOrder:
             first, count = first + taken, count - taken
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
-    def sample_ids(self, step: int, global_batch: int) -> NDArray[np.int64]:
-        """Sample ids [global_batch] of a step (counted from 0), in global order."""
-        return self.at(step * global_batch, global_batch)
-
     def _epoch_slice(self, epoch: int, place: int, count: int) -> NDArray[np.int64]:
         if not self.shuffle or self.num_samples == 1:
             return np.arange(place, place + count, dtype=np.int64)

@@ -12,7 +12,6 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from megalite.distributed.clock import Clock, Mark, seconds_between
 from megalite.distributed.comm import Handle, all_gather_object, irecv, isend
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
@@ -30,11 +29,9 @@ class Channels:
     """This pipeline rank's ends of the channels over which boundary tensors travel."""
 
     def __init__(self, mesh: Mesh, boundary: BoundarySpec) -> None:
-        self.clock = Clock(mesh.device)
         self._mesh = mesh
         self._boundary = boundary
         self._sends: deque[Handle] = deque()
-        self._waits: list[tuple[Mark, Mark]] = []  # in receives, since they were last taken
 
     def open(self, edges: list[Edge]) -> None:
         """Make the communicators and pass one element over each, in the same order on all ranks.
@@ -55,28 +52,15 @@ class Channels:
         self._sends.append(isend(tensor, self._mesh, self._mesh.pp.rank, peer_pp))
 
     def receive(self, peer_pp: int) -> Handle:
-        """Post a receive from a pipeline rank into a buffer of its own."""
+        """Post a receive from a pipeline rank into a buffer of its own, the handle's result."""
         shape, dtype = self._boundary.shape, self._boundary.dtype
         buffer = torch.empty(shape, dtype=dtype, device=self._mesh.device)
         return irecv(buffer, self._mesh, peer_pp, self._mesh.pp.rank)
-
-    def wait(self, receive: Handle) -> Tensor:
-        """The received tensor; blocks the host on CPU and the current stream on CUDA."""
-        began = self.clock.mark()
-        message = receive.wait()
-        self._waits.append((began, self.clock.mark()))
-        return message
 
     def finish(self) -> None:
         """Wait for the sends that are still in flight."""
         while self._sends:
             self._sends.popleft().wait()
-
-    def take_wait_s(self) -> float:
-        """Seconds spent waiting in receives since the last call."""
-        total = sum(seconds_between(began, ended) for began, ended in self._waits)
-        self._waits.clear()
-        return total
 
 
 def edges_of(schedule: Schedule) -> list[Edge]:

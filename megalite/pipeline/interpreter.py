@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.distributed.clock import Mark
+from megalite.distributed.clock import Clock, Mark
 from megalite.distributed.comm import Handle
 from megalite.errors import ConfigError
 from megalite.pipeline.channels import Channels
@@ -56,13 +56,15 @@ class Pass:
         chunks: Sequence[PipelineChunk],
         channels: Channels,
         boundary: BoundarySpec,
+        clock: Clock,
         callbacks: Callbacks,
         *,
         train: bool,
         loss_scale: float = 1.0,
     ) -> None:
         self.program, self.pp_rank = program, pp_rank
-        self.channels, self.boundary, self.callbacks = channels, boundary, callbacks
+        self.channels, self.boundary, self.clock = channels, boundary, clock
+        self.callbacks = callbacks
         self.train, self.loss_scale = train, loss_scale
         self.actions = program.ranks[pp_rank]
         stages = program.stages_of(pp_rank)
@@ -72,14 +74,12 @@ class Pass:
         self._last_starts = last_backward_starts(self.actions)
         self._recomputed = frozenset(action for action in self.actions if action.kind == "R")
 
-        # Read by the runtime: the place of a hang, the most memory, and a trace.
+        # Read by the runtime: the place of a hang, and a trace.
         self.index = 0  # of the current action
-        self.peak_live = 0  # most (stage, microbatch) pairs held between F and W
         self.marks: list[Mark] | None = None  # one before each action and one at the end
         self.ready: dict[int, Mark] = {}  # by an action's index: the arrival of its message
 
         # Results that later actions take; each is popped by the one action that needs it.
-        self._live = 0
         self._edges: dict[Key, GradientEdge] = {}
         self._inputs: dict[Key, Tensor] = {}
         self._outputs: dict[Key, Tensor] = {}
@@ -151,11 +151,8 @@ class Pass:
         is_recomputed = action._replace(kind="R") in self._recomputed
         with torch.no_grad() if is_recomputed else contextlib.nullcontext():
             output = self._chunks[action.stage].forward(input_tD, self._micro_batches[action.mb])
-        if self.train:
-            if not is_recomputed:
-                self._edges[key] = get_gradient_edge(output)
-            self._live += 1
-            self.peak_live = max(self.peak_live, self._live)
+        if self.train and not is_recomputed:
+            self._edges[key] = get_gradient_edge(output)
 
         if action.stage == self._last_stage:
             self._check_loss(action, output)
@@ -179,10 +176,6 @@ class Pass:
             self._losses[action.mb] = output.detach()
 
     def _backward(self, action: Action) -> None:
-        self._backward_now(action)
-        self._live -= 1
-
-    def _backward_now(self, action: Action) -> None:
         key = (action.stage, action.mb)
         grad = self._take_output_grad(action)
         torch.autograd.backward((self._edges.pop(key),), (grad,))
@@ -201,7 +194,7 @@ class Pass:
         queue: list[Callable[[], None]] = []
         store.deferred = queue
         try:
-            self._backward_now(action)
+            self._backward(action)
         finally:
             store.deferred = None
         self._weight_grads[action.stage, action.mb] = queue
@@ -209,7 +202,6 @@ class Pass:
     def _backward_weight(self, action: Action) -> None:
         for compute in self._weight_grads.pop((action.stage, action.mb)):
             compute()
-        self._live -= 1
 
     def _reduce(self, action: Action) -> None:
         if self.callbacks.on_reduce is not None:
@@ -247,9 +239,9 @@ class Pass:
 
     def _arrived(self, receive: Action) -> Tensor:
         """The message of a posted receive; a trace has the wait apart from the action itself."""
-        message = self.channels.wait(self._received.pop(receive))
+        message = self._received.pop(receive).wait()
         if self.marks is not None:
-            self.ready[self.index] = self.channels.clock.mark()
+            self.ready[self.index] = self.clock.mark()
         return message
 
     def _check_output(self, action: Action, output: Tensor) -> None:
@@ -269,7 +261,7 @@ class Pass:
 
     def _mark(self) -> None:
         if self.marks is not None:
-            self.marks.append(self.channels.clock.mark())
+            self.marks.append(self.clock.mark())
 
 
 def last_backward_starts(actions: Sequence[Action]) -> frozenset[Action]:

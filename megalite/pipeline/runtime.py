@@ -59,10 +59,8 @@ class PipelineRuntime:
             )
         self.schedule = schedule
 
-        # Of the last run.
-        self.wait_s = 0.0  # seconds of waiting in receives
-        self.peak_live = 0  # most (stage, microbatch) pairs held between F and W
-        self.trace: list[TimedAction] = []  # seconds from the start; empty unless asked for
+        # Of the last run: seconds from its start; empty unless asked for.
+        self.trace: list[TimedAction] = []
 
         self._chunks, self._mesh, self._boundary = chunks, mesh, boundary
         self._callbacks = Callbacks(on_last_backward_start, on_reduce, on_action)
@@ -94,14 +92,14 @@ class PipelineRuntime:
             self._program, micro_batches, train=True, loss_scale=loss_scale, trace=trace
         )
 
-    def run_forward(self, micro_batches: Sequence[Any], *, trace: bool = False) -> list[Tensor]:
+    def run_forward(self, micro_batches: Sequence[Any]) -> list[Tensor]:
         """Forwards only, without gradients, for any number >= 1 of microbatches; returns as `run`.
 
         The first use with a number of microbatches compares the program over the pipeline.
         """
         program = self._forward_program(len(micro_batches))
         with torch.no_grad():
-            return self._run(program, micro_batches, train=False, trace=trace)
+            return self._run(program, micro_batches, train=False)
 
     def where(self) -> str:
         """The current action among its neighbours, as text; callable from another thread."""
@@ -115,7 +113,7 @@ class PipelineRuntime:
         *,
         train: bool,
         loss_scale: float = 1.0,
-        trace: bool,
+        trace: bool = False,
     ) -> list[Tensor]:
         current = self._pass = Pass(
             program,
@@ -123,6 +121,7 @@ class PipelineRuntime:
             self._chunks,
             self._channels,
             self._boundary,
+            self._mesh.ledger.clock,
             self._callbacks,
             train=train,
             loss_scale=loss_scale,
@@ -131,8 +130,6 @@ class PipelineRuntime:
 
         # Not after an error: then `where` still describes the action that raised it.
         self._pass = None
-        self.peak_live = current.peak_live
-        self.wait_s = self._channels.take_wait_s()
         self.trace = _spans(current) if trace else []
         return losses
 

@@ -7,7 +7,7 @@ and does not judge speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megalite.errors import ScheduleError
 from megalite.schedules.action import (
@@ -32,26 +32,20 @@ from megalite.schedules.action import (
     send_of,
 )
 from megalite.schedules.communicators import COMMUNICATORS, POSTED_COMMUNICATORS, run_on
-from megalite.schedules.memory import peak_live
 from megalite.schedules.simulate import Durations, simulate
 
 
-def check_schedule(
-    schedule: Schedule, *, forward_only: bool = False, max_live: Sequence[int] | None = None
-) -> None:
+def check_schedule(schedule: Schedule, *, forward_only: bool = False) -> None:
     """Raise ScheduleError unless a schedule of compute actions is complete and can run.
 
     Every stage must compute every microbatch exactly once, on its own rank, after its inputs and
-    with gradients in microbatch order; the ranks must not deadlock; and no rank may hold more than
-    `max_live[rank]` (stage, microbatch) pairs, where that is given.
+    with gradients in microbatch order; and the ranks must not deadlock.
     """
     _check_kinds(schedule, COMPUTE)
-    _check_compute(schedule, _results(schedule, forward_only), max_live)
+    _check_compute(schedule, _results(schedule, forward_only))
 
 
-def check_program(
-    program: Schedule, *, forward_only: bool = False, max_live: Sequence[int] | None = None
-) -> None:
+def check_program(program: Schedule, *, forward_only: bool = False) -> None:
     """Raise ScheduleError unless a program is complete and finishes on every communicator model.
 
     The compute actions must pass `check_schedule`; every needed transfer must exist once, between
@@ -62,7 +56,7 @@ def check_program(
     expected = [*_results(program, forward_only), *_transfers(program, forward_only)]
     if not forward_only:
         expected += [Action(REDUCE, stage) for stage in range(program.num_stages)]
-    _check_compute(program, expected, max_live)
+    _check_compute(program, expected)
     _check_arrivals(program)
     _check_reduce(program)
     _check_channels(program)
@@ -83,15 +77,11 @@ def check_posted(program: Schedule) -> None:
         run_on(communicator, program)
 
 
-def _check_compute(
-    schedule: Schedule, expected: list[Action], max_live: Sequence[int] | None
-) -> None:
+def _check_compute(schedule: Schedule, expected: list[Action]) -> None:
     _check_complete(schedule, expected)
     _check_local_order(schedule)
     _check_gradient_order(schedule)
     simulate(schedule, Durations.even(schedule.p, schedule.v))
-    if max_live is not None:
-        _check_memory(schedule, max_live)
 
 
 def _error(rank: int, index: int, action: Action, what: str) -> ScheduleError:
@@ -193,22 +183,6 @@ def _check_gradient_order(schedule: Schedule) -> None:
                 last = latest[kind, stage]
                 raise _error(rank, index, action, f"comes after microbatch {last} of its stage")
             latest[kind, stage] = mb
-
-
-def _check_memory(schedule: Schedule, max_live: Sequence[int]) -> None:
-    for rank, (peak, most) in enumerate(zip(peak_live(schedule), max_live, strict=True)):
-        if peak <= most:
-            continue
-        # Count again up to the first action that exceeds the limit, to name it.
-        live = 0
-        for index, action in enumerate(schedule.ranks[rank]):
-            if action.kind == FORWARD:
-                live += 1
-            if live > most:
-                what = f"the {live}th live activation, {most} are allowed (peak {peak})"
-                raise _error(rank, index, action, what)
-            if action.kind in (BACKWARD_WEIGHT, BACKWARD):
-                live -= 1
 
 
 def _check_arrivals(program: Schedule) -> None:

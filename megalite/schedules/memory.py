@@ -8,6 +8,7 @@ that knows the model (`megalite.planner`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megalite.schedules.action import (
     BACKWARD,
@@ -26,31 +27,20 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 
     Depends on the order only. One pair is 1/v of a rank's activations for one microbatch.
     """
-    peaks = []
-    for actions in schedule.ranks:
-        live = peak = 0
-        for action in actions:
-            if action.kind == FORWARD:
-                live += 1
-                peak = max(peak, live)
-            elif action.kind in (BACKWARD_WEIGHT, BACKWARD):
-                live -= 1
-        peaks.append(peak)
-    return tuple(peaks)
+    return _peaks(schedule, FORWARD, (BACKWARD_WEIGHT, BACKWARD))
 
 
 def peak_deferred(schedule: Schedule) -> tuple[int, ...]:
     """Per rank, the most weight gradients deferred at once: their B is done, their W is not."""
+    return _peaks(schedule, BACKWARD_INPUT, (BACKWARD_WEIGHT,))
+
+
+def _peaks(schedule: Schedule, opens: str, closes: tuple[str, ...]) -> tuple[int, ...]:
+    """Per rank, the most actions of kind `opens` that none of kinds `closes` has ended."""
     peaks = []
     for actions in schedule.ranks:
-        deferred = peak = 0
-        for action in actions:
-            if action.kind == BACKWARD_INPUT:
-                deferred += 1
-                peak = max(peak, deferred)
-            elif action.kind == BACKWARD_WEIGHT:
-                deferred -= 1
-        peaks.append(peak)
+        held = (1 if a.kind == opens else -1 if a.kind in closes else 0 for a in actions)
+        peaks.append(max(accumulate(held, initial=0)))
     return tuple(peaks)
 
 

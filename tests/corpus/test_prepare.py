@@ -58,7 +58,7 @@ def test_sidecar_describes_the_dataset(tmp_path: Path, source: str) -> None:
     sidecar = data.sidecar
     assert sidecar is not None
     assert sidecar.vocab_size == VOCAB_SIZE
-    assert sidecar.max_id == data.indexed.tokens.max()
+    assert sidecar.max_id == data.indexed.read(0, data.num_tokens).max()
     assert sidecar.fingerprint == data.fingerprint
     assert sidecar.tokenizer.file == "out.model"
     assert sidecar.tokenizer.sha256 == Tokenizer(tmp_path / "out.model").sha256

@@ -74,7 +74,7 @@ def test_order_looks_random() -> None:
 @pytest.mark.parametrize("global_batch", [1, 3, 4, 7, 10])
 def test_batches_cross_epochs_without_loss_or_padding(global_batch: int) -> None:
     order = SampleOrder(3, 5)  # fewer samples than most batches
-    ids = np.concatenate([order.sample_ids(step, global_batch) for step in range(3 * 4)])
+    ids = np.concatenate([order.at(step * global_batch, global_batch) for step in range(3 * 4)])
     epochs = ids.reshape(-1, 3)
     assert all(sorted(epoch) == [0, 1, 2] for epoch in epochs.tolist())
 
@@ -110,7 +110,7 @@ def test_seek_into_a_huge_set_evaluates_a_batch_only(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Permutation, "_network", counting)
     size = 2**41 + 12_345  # the domain is nearly twice as large: walks of two on average
-    ids = SampleOrder(size, 9).sample_ids(2**52, 64)
+    ids = SampleOrder(size, 9).at(2**52 * 64, 64)
     assert len(set(ids.tolist())) == 64
     assert 0 <= ids.min() <= ids.max() < size
     assert ids.max() > 2**32
@@ -127,6 +127,6 @@ def test_bad_seed_and_position_are_refused() -> None:
     with pytest.raises(ConfigError, match="seed=-1"):
         SampleOrder(10, -1)
     with pytest.raises(ConfigError, match="position -4"):
-        SampleOrder(10, 0).sample_ids(-1, 4)
+        SampleOrder(10, 0).at(-4, 4)
     with pytest.raises(ConfigError, match="position"):
-        SampleOrder(10, 0).sample_ids(2**62, 4)
+        SampleOrder(10, 0).at(2**62 * 4, 4)

@@ -96,7 +96,6 @@ def test_where_a_rank_is_can_be_asked_at_any_time():
         "pipeline rank 0 of 1, action 3 of 3: F0.0 BW0.0 >>REDUCE0<<",
     ]
     assert runtime.where() == "pipeline: not running"
-    assert runtime.wait_s == 0.0
 
 
 def test_outputs_that_do_not_fit_are_refused():
