@@ -44,6 +44,7 @@ def open_run(
     try:
         loaded = load_config(path, list(overrides))
     except InvalidSettings as error:
+        # All problems at once, also those of settings beside one that cannot be read.
         found = [
             _problems(one.config, world_size, one.origins, keep_dp_open, more)
             for one in error.stand_ins

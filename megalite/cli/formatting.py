@@ -13,11 +13,6 @@ def short_count(value: int | None) -> str:
     return str(value)
 
 
-def number_of(value: int, noun: str, plural: str = "") -> str:
-    """A number with its noun: "1 rank", "2 ranks"; the plural is the noun with an s by default."""
-    return f"{value} {noun if value == 1 else plural or noun + 's'}"
-
-
 def short_duration(seconds: float) -> str:
     """Seconds, or the unit in which they are a small number: "3.2 days", "45 ms"."""
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):

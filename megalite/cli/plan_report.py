@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megalite.cli.formatting import number_of, short_count, short_duration
+from megalite.cli.formatting import short_count, short_duration
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines
 from megalite.config import RunConfig
+from megalite.config.names import number_of
 from megalite.layout.topology import Topology
 from megalite.planner import RankMemory, beside_tensors, microbatch_bytes, rank_memory
 from megalite.run.batch_plan import batch_plan

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megalite.config.names import value_of
+from megalite.config.names import number_of, value_of
 from megalite.config.schema import RunConfig
 
 
@@ -192,7 +192,7 @@ def unreached(config: RunConfig, steps: int) -> list[str]:
         return []
     values = {name: value_of(config, name) for name in _UNREACHED}
     lines = [
-        f"{name}={value} is more than the run's {_steps(steps)}: {_UNREACHED[name]}"
+        f"{name}={value} is more than the run's {number_of(steps, 'step')}: {_UNREACHED[name]}"
         for name, value in values.items()
         if value > steps
     ]
@@ -200,8 +200,10 @@ def unreached(config: RunConfig, steps: int) -> list[str]:
     if train.loss_spike != "off" and train.loss_spike_window >= steps:
         lines.append(
             f"train.loss_spike_window={train.loss_spike_window} is not full before the last of the "
-            f"run's {_steps(steps)}: no loss is judged"
+            f"run's {number_of(steps, 'step')}: no loss is judged"
         )
+
+    # Not refused: the window is the model's, and a rate of 0 measures without training.
     window = config.model.sliding_window
     if window is not None and effective_window(config) is None:
         lines.append(
@@ -211,7 +213,3 @@ def unreached(config: RunConfig, steps: int) -> list[str]:
     if config.optimizer.lr == 0:
         lines.append("optimizer.lr=0: no step changes a weight")
     return lines
-
-
-def _steps(steps: int) -> str:
-    return f"{steps} step{'' if steps == 1 else 's'}"

@@ -71,20 +71,23 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     yield from _evaluation(data, config.eval)
 
 
+def dataset_paths(config: RunConfig) -> list[tuple[str, str]]:
+    """The setting and the prefix of every dataset that a run reads."""
+    # A blend names its files in entries; a single data.path is a setting itself.
+    blend = [
+        (s.setting if config.data.path else f"{s.setting}.path", s.path)
+        for s in sources(config.data)
+    ]
+    return [*blend, *((f"eval.sets[{n}].path", s.path) for n, s in enumerate(config.eval.sets))]
+
+
 def missing_inputs(config: RunConfig) -> list[str]:
     """One line for each input that the config names and that does not exist.
 
     Relative paths are seen from the working folder.
     """
-    # A blend names its files in entries; a single data.path is a setting itself.
-    named = [
-        (s.setting if config.data.path else f"{s.setting}.path", s.path)
-        for s in sources(config.data)
-    ]
-    named += [(f"eval.sets[{n}].path", s.path) for n, s in enumerate(config.eval.sets)]
-
     problems = []
-    for setting, prefix in named:
+    for setting, prefix in dataset_paths(config):
         files = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
         if missing := [name for name in files if not Path(name).is_file()]:
             problems.append(

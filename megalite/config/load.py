@@ -30,6 +30,7 @@ from megalite.config.names import (
     keys,
     nearest_section,
     nested,
+    number_of,
     section_keys,
     sections,
     suggestion,
@@ -241,7 +242,7 @@ def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) ->
         draft.add_unknown(key, OVERRIDE)
     elif number >= count or not all(isinstance(item, dict) for item in given):
         draft.problems.append(
-            f"override {name}: {key} has {count} {'entry' if count == 1 else 'entries'}; they are "
+            f"override {name}: {key} has {number_of(count, 'entry', 'entries')}; they are "
             "counted from 0"
         )
     else:

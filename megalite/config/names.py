@@ -1,7 +1,7 @@
 """The names a config may use: every dotted key, its type and default, the nearest to a typo.
 
-Also the text form of a value, for files and messages (`toml_value`). Derived from the models in
-config/schema.py, so there is no second list to keep. Reads no files.
+Also the text form of values and counts, for files and messages (`toml_value`, `number_of`). Derived
+from the models in config/schema.py, so there is no second list to keep. Reads no files.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             node = node[parent]
         node[key] = value
     return tree
+
+
+def number_of(value: int, noun: str, plural: str = "") -> str:
+    """A number with its noun: "1 rank", "2 ranks"; the plural is the noun with an s by default."""
+    return f"{value} {noun if value == 1 else plural or noun + 's'}"
 
 
 def toml_value(value: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import RunConfig
+from megalite.config.names import number_of
 from megalite.optim.distributed_optimizer import StepResult
 from megalite.optim.state_tensors import MemoryReport
 from megalite.process.determinism import determinism
@@ -55,7 +56,7 @@ def run_lines(
 ) -> list[str]:
     """The console's lines about a run that starts: layout, memory, FLOPs."""
     parallel, parameters = config.parallel, parameter_counts(config.model).total
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    ranks = number_of(world_size, "rank")
     return [
         f"run {folder}: {parameters / 1e6:.2f}M parameters, {ranks} = tp {parallel.tp} x pp "
         f"{parallel.pp}{f' (x {parallel.vpp} chunks)' if parallel.vpp > 1 else ''} x dp "

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megalite.config import RunConfig
+from megalite.config.names import number_of
 from megalite.errors import ConfigError
 from megalite.run.model_math import forward_flops
 from megalite.run.parameters import ModelStage, Tying
@@ -107,7 +108,7 @@ def _explicit_problems(config: RunConfig, given: list[int]) -> list[str]:
     problems = []
     if len(given) != _num_stages(config):
         problems.append(
-            f"parallel.stage_layers has {_count(len(given), 'entry', 'entries')}, "
+            f"parallel.stage_layers has {number_of(len(given), 'entry', 'entries')}, "
             f"{_stages_text(config)} {'needs' if _num_stages(config) == 1 else 'need'} "
             f"{_num_stages(config)}; give one number for each stage"
         )
@@ -130,8 +131,8 @@ def _even_problems(config: RunConfig) -> list[str]:
     needed = _num_stages(config) - sum(1 for load in extra if load)
     return [
         f"model.num_layers={num_layers} is too few for {_stages_text(config)}, some of which "
-        f"would have no layer; use at most {_count(num_layers, 'stage', 'stages')}"
-        f"{_fitting_vpp(num_layers, pp)}, at least {_count(needed, 'layer', 'layers')}, "
+        f"would have no layer; use at most {number_of(num_layers, 'stage')}"
+        f"{_fitting_vpp(num_layers, pp)}, at least {number_of(needed, 'layer')}, "
         f"or parallel.stage_layers (where a stage may have 0)"
     ]
 
@@ -142,8 +143,4 @@ def _fitting_vpp(num_layers: int, pp: int) -> str:
 
 def _stages_text(config: RunConfig) -> str:
     pp, vpp = config.parallel.pp, config.parallel.vpp
-    return f"parallel.pp={pp} x parallel.vpp={vpp} = {_count(pp * vpp, 'stage', 'stages')}"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+    return f"parallel.pp={pp} x parallel.vpp={vpp} = {number_of(pp * vpp, 'stage')}"

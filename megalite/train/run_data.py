@@ -10,6 +10,7 @@ from functools import cache, partial
 
 from megalite.config import RunConfig
 from megalite.config.inputs import sources, split_set_names
+from megalite.config.names import number_of
 from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset, TokenSpan
@@ -103,7 +104,7 @@ def describe_data(
     for each in data.sets:
         when = " at the end" if each.at_end else ""
         count = each.batches.num_samples
-        lines.append(f"evaluation {each.name}{when}: {count} sample{'s' if count > 1 else ''}")
+        lines.append(f"evaluation {each.name}{when}: {number_of(count, 'sample')}")
     return lines
 
 

@@ -17,7 +17,7 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.names import checkpoints_of, list_steps
 from megalite.checkpoint.store import check_sizes
 from megalite.config import RunConfig
-from megalite.config.inputs import sources
+from megalite.config.inputs import dataset_paths, sources
 from megalite.config.saved import saved_config
 from megalite.data.dataset import TokenDataset
 from megalite.data.indexed import file_of
@@ -60,10 +60,8 @@ def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
 
 
 def _data_problems(config: RunConfig) -> list[str]:
-    paths = [source.path for source in sources(config.data)]
-    paths += [entry.path for entry in config.eval.sets]
     problems: list[str] = []
-    for path in dict.fromkeys(paths):
+    for path in dict.fromkeys(path for _, path in dataset_paths(config)):
         if all(file_of(path, suffix).is_file() for suffix in (".bin", ".idx")):
             for check in (_check_content, _check_ids, _check_tokenizer, _check_samples):
                 problems += _lines_of(check, path, config)
