@@ -32,7 +32,7 @@ from megalite.kernels import (
     swiglu_grad,
 )
 from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings
-from megalite.kernels.plain.adamw import ReferenceAdamW
+from megalite.kernels.plain.adamw import FusedAdamW
 
 EPS, LR, DECAY = 1e-5, 3e-4, 0.1
 BETAS = (0.9, 0.95)
@@ -109,7 +109,7 @@ def swiglu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool, widened: bool = F
 
     def ours() -> object:
         work = h.clone()
-        return swiglu(work), swiglu_grad(da, work, out=work)
+        return swiglu(work), swiglu_grad(da, work)
 
     name = "swiglu beside float32" if widened else "swiglu"
     return _pair(name, sizes.layers, not widened, ours, formula, [h], da, quick)
@@ -124,7 +124,7 @@ def gelu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
 
     def ours() -> object:
         work = h.clone()
-        return gelu(work), gelu_grad(da, work, out=work)
+        return gelu(work), gelu_grad(da, work)
 
     return _pair("gelu", sizes.layers, False, ours, formula, [h], da, quick)
 
@@ -233,7 +233,7 @@ def adamw_pair(sizes: Sizes, fused: bool = False) -> Pair:
     grad = torch.full_like(weight, 1e-3)
     m, v = (torch.zeros_like(weight) for _ in range(2))
     run = AdamWRun(weight, grad, m, v, weight_decay=DECAY)
-    plan = ReferenceAdamW().adamw_plan([run], AdamWSettings(*BETAS, EPS))
+    plan = FusedAdamW([run], AdamWSettings(*BETAS, EPS))
     step = iter(range(1, 1 << 30))
 
     def ours() -> object:

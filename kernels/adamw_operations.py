@@ -17,11 +17,9 @@ does.) Independent of ranks and of named parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -66,18 +64,6 @@ class AdamWPlan(Protocol):
 
     def update(self, lr: float, num_updates: int, factor: float) -> None:
         """Update all runs once with learning rate `lr`; `num_updates` is t, from 1."""
-        ...
-
-
-class AdamWOperations(Protocol):
-    """The operations of a set of kernels that an optimizer calls."""
-
-    def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
-        """The plan that updates `runs` in place in every step."""
-        ...
-
-    def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Sum of squares over all of some contiguous 1-D tensors of `device`: 0-d float64."""
         ...
 
 

@@ -7,11 +7,11 @@ back to another implementation later. Importing this module never imports triton
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 
-from megalite.kernels.adapted import with_adapters
 from megalite.kernels.errors import BackendError
 from megalite.kernels.operations import Kernels
 from megalite.kernels.triton.tables import table_hash
@@ -44,6 +44,41 @@ def select(
     return with_adapters(_backend(backend, where, dtype), where, attention, norm, adam)
 
 
+def with_adapters(
+    ops: Kernels, device: torch.device, attention: str, norm: str, adam: str
+) -> Kernels:
+    """`ops` with single operations of the named packages; "auto" leaves its own.
+
+    Raises BackendError for a name that is not known, or a package that cannot be used here.
+    """
+    for setting, choice in (("kernels.norm", norm), ("optimizer.adam", adam)):
+        if choice not in ("auto", "apex"):
+            raise BackendError(f"{setting} is {choice!r}; allowed: auto, apex")
+
+    # Each package is imported only if it is named: importing one may be slow, or may fail.
+    others: dict[str, Any] = {}
+    if attention != "auto":
+        from megalite.kernels.others.attention import attention_adapter
+
+        adapter = attention_adapter(attention, device)
+        others.update(attention_mask=adapter.attention_mask, attention=adapter.attention)
+        others["head_dims"] = None  # it checks its own when it is called
+    if norm == "apex":
+        from megalite.kernels.others.apex import apex_norm
+
+        found = apex_norm(ops, device)
+        others.update(norm=found.norm, norm_grad=found.norm_grad)
+    if adam == "apex":
+        from megalite.kernels.others.apex import apex_adamw
+
+        others["adamw_plan"] = apex_adamw(device)
+
+    # The name goes into the log and into checkpoints, which must show what computed the numbers.
+    named = (("attention", attention), ("norm", norm), ("adam", adam))
+    parts = [f"{operation}={choice}" for operation, choice in named if choice != "auto"]
+    return replace(ops, name=" ".join([ops.name, *parts]), **others)
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     try:
         return torch.device("cpu" if device is None else device)
@@ -64,9 +99,9 @@ def _backend(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
             from megalite.kernels.triton.interpreter_repairs import install
 
             install()
-        from megalite.kernels.triton.operations import TritonKernels
+        from megalite.kernels.triton.operations import TRITON
 
-        return TritonKernels("interpret" if backend == "interpret" else "triton")
+        return replace(TRITON, name="interpret") if backend == "interpret" else TRITON
     if backend == "auto":
         return Kernels()
     raise BackendError(f"kernels.backend={backend} cannot be used: {reason}")

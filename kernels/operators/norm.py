@@ -11,7 +11,7 @@ from megalite.kernels.operators.common import new_stats, operator, ops_of
 @operator("megalite::rms_norm")
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y[T, D], rstd[T, 1])."""
-    y_TD, _, rstd_T1 = ops_of(x_TD).rms_norm(x_TD, weight_D, eps)
+    y_TD, _, _, rstd_T1 = ops_of(x_TD).norm(x_TD, weight_D, None, eps)
     return y_TD, rstd_T1
 
 
@@ -25,7 +25,8 @@ def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y[T, D], s[T, D], rstd[T, 1]) of s = x + residual."""
-    return ops_of(x_TD).rms_norm(x_TD, weight_D, eps, residual_TD)
+    y_TD, s_TD, _, rstd_T1 = ops_of(x_TD).norm(x_TD, weight_D, None, eps, residual_TD)
+    return y_TD, s_TD, rstd_T1
 
 
 @add_rms_norm.register_fake
@@ -41,7 +42,7 @@ def rms_norm_grad(
     dy_TD: Tensor, s_TD: Tensor, weight_D: Tensor, rstd_T1: Tensor, ds_TD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(dx[T, D], dweight[D])."""
-    return ops_of(s_TD).rms_norm_grad(dy_TD, s_TD, weight_D, rstd_T1, ds_TD)
+    return ops_of(s_TD).norm_grad(dy_TD, s_TD, weight_D, None, rstd_T1, ds_TD)[:2]
 
 
 @rms_norm_grad.register_fake
@@ -56,7 +57,8 @@ def layer_norm(
     x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y[T, D], mean[T, 1], rstd[T, 1])."""
-    y_TD, _, mean_T1, rstd_T1 = ops_of(x_TD).layer_norm(x_TD, weight_D, bias_D, eps)
+    y_TD, _, mean_T1, rstd_T1 = ops_of(x_TD).norm(x_TD, weight_D, bias_D, eps)
+    assert mean_T1 is not None
     return y_TD, mean_T1, rstd_T1
 
 
@@ -71,7 +73,9 @@ def add_layer_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y[T, D], s[T, D], mean[T, 1], rstd[T, 1]) of s = x + residual."""
-    return ops_of(x_TD).layer_norm(x_TD, weight_D, bias_D, eps, residual_TD)
+    y_TD, s_TD, mean_T1, rstd_T1 = ops_of(x_TD).norm(x_TD, weight_D, bias_D, eps, residual_TD)
+    assert mean_T1 is not None
+    return y_TD, s_TD, mean_T1, rstd_T1
 
 
 @add_layer_norm.register_fake
@@ -92,7 +96,10 @@ def layer_norm_grad(
     ds_TD: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx[T, D], dweight[D], dbias[D])."""
-    return ops_of(s_TD).layer_norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD)
+    found = ops_of(s_TD).norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD)
+    dx_TD, dweight_D, dbias_D = found
+    assert dbias_D is not None
+    return dx_TD, dweight_D, dbias_D
 
 
 @layer_norm_grad.register_fake

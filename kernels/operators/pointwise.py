@@ -37,7 +37,7 @@ def _(da_Tf: Tensor, h_T2f: Tensor) -> Tensor:
 @operator("megalite::bias_gelu")
 def bias_gelu(h_Tf: Tensor, bias_f: Tensor | None, erf: bool) -> Tensor:
     """a[T, f] = gelu(h + bias)."""
-    return ops_of(h_Tf).bias_gelu(h_Tf, bias_f, erf=erf)
+    return ops_of(h_Tf).gelu(h_Tf, bias_f, erf=erf)
 
 
 @bias_gelu.register_fake
@@ -50,7 +50,7 @@ def bias_gelu_grad(
     da_Tf: Tensor, h_Tf: Tensor, bias_f: Tensor | None, erf: bool
 ) -> tuple[Tensor, Tensor]:
     """(dh[T, f], dbias[f]); dbias has no elements without a bias."""
-    dh_Tf, dbias_f = ops_of(h_Tf).bias_gelu_grad(da_Tf, h_Tf.clone(), bias_f, erf=erf)
+    dh_Tf, _, dbias_f = ops_of(h_Tf).gelu_grad(da_Tf, h_Tf.clone(), False, bias_f, erf=erf)
     return dh_Tf, new_stats(h_Tf, 0) if dbias_f is None else dbias_f
 
 

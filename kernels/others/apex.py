@@ -1,4 +1,4 @@
-"""NVIDIA's apex: FusedAdam as an `AdamWPlan`, and its RMSNorm as `RMSNormOperations`.
+"""NVIDIA's apex: FusedAdam as an `AdamWPlan`, and its RMSNorm as the norms of `Kernels`.
 
 Shapes: T tokens, D model.
 """
@@ -6,20 +6,16 @@ Shapes: T tokens, D model.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.adamw_operations import (
-    AdamWOperations,
-    AdamWPlan,
-    AdamWRun,
-    AdamWSettings,
-    check_count,
-)
+from megalite.kernels.adamw_operations import AdamWPlan, AdamWRun, AdamWSettings, check_count
 from megalite.kernels.errors import BackendError
+from megalite.kernels.operations import Kernels
 from megalite.kernels.others.probe import apex_attribute
 
 
@@ -109,55 +105,50 @@ def _copy_back(to: Tensor, source: Tensor) -> None:
         to.copy_(source)
 
 
-class ApexOperations:
-    """`AdamWOperations` with apex's update and the sums of squares of `base`."""
-
-    def __init__(self, base: AdamWOperations, fused_adam: type[Any]) -> None:
-        self._base, self._fused_adam = base, fused_adam
-
-    def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
-        """The plan that updates `runs` with FusedAdam. Raises BackendError as `ApexAdamW`."""
-        return ApexAdamW(runs, settings, self._fused_adam)
-
-    def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Sum of squares over all of some contiguous 1-D tensors, as `base` computes it."""
-        return self._base.square_sums(xs, device)
+def apex_adamw(device: torch.device) -> Callable[..., AdamWPlan]:
+    """`Kernels.adamw_plan` by apex. Raises BackendError with what to install or to change."""
+    setting = "optimizer.adam=apex"
+    _require_cuda(setting, device, "optimizer.adam=fused")
+    return partial(ApexAdamW, fused_adam=apex_attribute("apex.optimizers", "FusedAdam", setting))
 
 
-def apex_adamw(base: AdamWOperations, device: torch.device) -> AdamWOperations:
-    """`base` with apex's update. Raises BackendError with what to install or to change."""
-    _require_cuda("optimizer.adam=apex", device, "optimizer.adam=fused")
-    fused_adam = apex_attribute("apex.optimizers", "FusedAdam", "optimizer.adam=apex")
-    return ApexOperations(base, fused_adam)
-
-
-class ApexRMSNorm:
-    """RMSNorm by the extension behind apex.normalization.FusedRMSNorm, forward and backward.
+class ApexNorm:
+    """RMSNorm by the extension behind apex.normalization.FusedRMSNorm, LayerNorm by `own` kernels.
 
     Its weight gradient is summed in float32 but rounded to the weight's type.
     """
 
-    def __init__(self, extension: Any) -> None:
-        self._extension = extension
+    def __init__(self, own: Kernels, extension: Any) -> None:
+        self._own, self._extension = own, extension
 
-    def rms_norm(
-        self, x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(y[T, D], s[T, D], rstd[T, 1]) of s = x + residual, rounded before the norm."""
+    def norm(
+        self,
+        x_TD: Tensor,
+        weight_D: Tensor,
+        bias_D: Tensor | None,
+        eps: float,
+        residual_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """See `plain.norms.norm`."""
+        if bias_D is not None:
+            return self._own.norm(x_TD, weight_D, bias_D, eps, residual_TD)
         s_TD = (x_TD if residual_TD is None else x_TD + residual_TD).contiguous()
         shape = [s_TD.shape[-1]]
         y_TD, rstd_T = self._extension.rms_forward_affine(s_TD, shape, weight_D.contiguous(), eps)
-        return y_TD, s_TD, rstd_T.view(-1, 1)
+        return y_TD, s_TD, None, rstd_T.view(-1, 1)
 
-    def rms_norm_grad(
+    def norm_grad(
         self,
         dy_TD: Tensor,
         s_TD: Tensor,
         weight_D: Tensor,
+        mean_T1: Tensor | None,
         rstd_T1: Tensor,
         ds_TD: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(dx[T, D], dweight[D] in float32); dx includes ds, which reaches s past the norm."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `plain.norms.norm_grad`."""
+        if mean_T1 is not None:
+            return self._own.norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD)
         unused_eps = 0.0  # read only in the form that does not save its input
         dx_TD, dweight_D = self._extension.rms_backward_affine(
             dy_TD.contiguous(),
@@ -168,17 +159,17 @@ class ApexRMSNorm:
             unused_eps,
             False,
         )
-        return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D.float()
+        return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D.float(), None
 
 
-def apex_rms_norm(device: torch.device) -> ApexRMSNorm:
+def apex_norm(own: Kernels, device: torch.device) -> ApexNorm:
     """RMSNorm by apex. Raises BackendError with what to install or to change."""
     setting = "kernels.norm=apex"
     _require_cuda(setting, device, "kernels.norm=auto")
     apex_attribute("apex.normalization", "FusedRMSNorm", setting)
-    apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", setting)
-    apex_attribute("fused_layer_norm_cuda", "rms_backward_affine", setting)
-    return ApexRMSNorm(importlib.import_module("fused_layer_norm_cuda"))
+    for function in ("rms_forward_affine", "rms_backward_affine"):
+        apex_attribute("fused_layer_norm_cuda", function, setting)
+    return ApexNorm(own, importlib.import_module("fused_layer_norm_cuda"))
 
 
 def _require_cuda(setting: str, device: torch.device, instead: str) -> None:

@@ -19,18 +19,11 @@ _LOG2_E = math.log2(math.e)
 _GELU_EDGE = 9.8  # beyond it the slope is 0 or 1 within 1e-33; up to it e^-u fits float32
 
 
-def gelu(h_Tf: Tensor) -> Tensor:
-    """a = h / 2 * (1 + tanh(sqrt(2 / pi) * (h + 0.044715 h^3))), the tanh form of GPT-2."""
-    return bias_gelu(h_Tf, None)
+def gelu(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Tensor:
+    """a[T, f] = z / 2 * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 z^3))), z = h + bias.
 
-
-def gelu_grad(da_Tf: Tensor, h_Tf: Tensor, out: Tensor | None = None) -> Tensor:
-    """dh[T, f] of `gelu`, written into `out` if given, which may be h."""
-    return bias_gelu_grad(da_Tf, h_Tf, None, out=out)[0]
-
-
-def bias_gelu(h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool = False) -> Tensor:
-    """a[T, f] = gelu(h + bias); erf: h / 2 * (1 + erf(h / sqrt(2))) instead of the tanh form."""
+    erf: z / 2 * (1 + erf(z / sqrt(2))) instead of the tanh form of GPT-2.
+    """
     a_Tf = h_Tf.new_empty(h_Tf.shape)  # contiguous: torch's erf form ignores other strides
     wide = h_Tf.dtype != sum_dtype(h_Tf.dtype)
     for block, z, _, buffers in _biased_blocks(h_Tf, bias_f, None, 1 if wide else 0):
@@ -44,21 +37,21 @@ def bias_gelu(h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool = False) -> Tens
     return a_Tf
 
 
-def bias_gelu_grad(
+def gelu_grad(
     da_Tf: Tensor,
     h_Tf: Tensor,
-    bias_f: Tensor | None,
+    recompute: bool = False,
+    bias_f: Tensor | None = None,
     *,
     erf: bool = False,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """(dh[T, f], dbias[f] in the summing dtype) of `bias_gelu`; dh in `out`, which may be h.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dh[T, f] in the memory of h, a[T, f] if `recompute`, dbias[f] in the summing dtype).
 
     The tanh form is z * g with the gate g = sigmoid(u), u = z (c + 0.044715 c z^2) and
     c = sqrt(8 / pi). So dz = da * g * (1 + z * (1 - g) * u') with u' = c + 3 * 0.044715 c z^2.
     1 - g is computed as e^-u g, which is precise where g is near 1.
     """
-    dh_Tf = torch.empty_like(h_Tf) if out is None else out
+    a_Tf = gelu(h_Tf, bias_f, erf=erf) if recompute else None
     dbias_f = None if bias_f is None else torch.zeros_like(bias_f, dtype=sum_dtype(h_Tf.dtype))
     for block, z, da, (gate, near, dz) in _biased_blocks(h_Tf, bias_f, da_Tf, 3):
         if erf:
@@ -76,10 +69,10 @@ def bias_gelu_grad(
             rate = near.new_full((), _GELU_RATE)
             torch.addcmul(rate, near, near, value=3 * _GELU_CUBE, out=near)
             dz.mul_(near).add_(1).mul_(gate).mul_(da)
-        dh_Tf[block].copy_(dz)
+        h_Tf[block].copy_(dz)
         if dbias_f is not None:
             dbias_f += dz.sum(0)
-    return dh_Tf, dbias_f
+    return h_Tf, a_Tf, dbias_f
 
 
 def _gelu_exponent(z_Tf: Tensor, scale: float, out: Tensor) -> Tensor:
@@ -165,13 +158,15 @@ def swiglu(h_T2f: Tensor) -> Tensor:
     return a_Tf
 
 
-def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor, out: Tensor | None = None) -> Tensor:
-    """dh[T, 2f] of `swiglu`, written into `out` if given, which may be h.
+def swiglu_grad(
+    da_Tf: Tensor, h_T2f: Tensor, recompute: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(dh[T, 2f] in the memory of h, a[T, f] if `recompute` or None) of `swiglu`.
 
     With s = sigmoid(gate): dup = da * gate * s, dgate = da * up * s * (1 + gate * (1 - s)).
     """
-    dh_T2f = torch.empty_like(h_T2f) if out is None else out
-    dgate_Tf, dup_Tf = dh_T2f.chunk(2, dim=-1)
+    a_Tf = swiglu(h_T2f) if recompute else None
+    dgate_Tf, dup_Tf = h_T2f.chunk(2, dim=-1)
     for block, h in _halves(h_T2f):
         da, dgate, dup = da_Tf[block], dgate_Tf[block], dup_Tf[block]
         if h.wide_Tf is None:
@@ -187,4 +182,4 @@ def swiglu_grad(da_Tf: Tensor, h_T2f: Tensor, out: Tensor | None = None) -> Tens
             dup.copy_(dup_wide)
             # dgate = up * (da * s * (1 - s) * gate + da * s) = up * lerp(dup, da, s)
             dgate.copy_(torch.lerp(dup_wide, da, h.work_Tf, out=da).mul_(h.up_Tf))
-    return dh_T2f
+    return h_T2f, a_Tf

@@ -7,24 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalite.kernels.adamw_operations import AdamWPlan, AdamWRun, AdamWSettings, check_count
+from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings, check_count
 
 _BLOCK = 1 << 22  # elements widened at a time, so a temporary takes at most 32 MiB
 
 
-class ReferenceAdamW:
-    """`AdamWOperations` in plain torch."""
-
-    def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
-        """A plan with one call of torch's fused kernel for all runs of equal rate and decay."""
-        return FusedAdamW(runs, settings)
-
-    def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Sum of squares over all of some contiguous 1-D tensors of `device`: 0-d float64."""
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for x in xs:
-            total += square_sum(x)
-        return total
+def square_sums(xs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares over all of some contiguous 1-D tensors of `device`: 0-d float64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for x in xs:
+        total += square_sum(x)
+    return total
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -39,7 +32,8 @@ def square_sum(x: Tensor) -> Tensor:
 class FusedAdamW:
     """The reference plan: torch's `_fused_adamw_`, which exists for CPU and CUDA.
 
-    Moments stored in bfloat16 are widened, updated and rounded to nearest, a block at a time.
+    One call for all runs of equal rate and decay. Moments stored in bfloat16 are widened, updated
+    and rounded to nearest, a block at a time.
     """
 
     takes_factor = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,35 @@ from megalite.kernels.plain.dropout import AttentionDropout, dropout, dropout_ma
 from megalite.kernels.plain.intervals import check_documents
 
 _WINDOW_BLOCK = 256  # queries that share one slice of keys under a sliding window
+
+
+class DocumentMask(NamedTuple):
+    """Causal attention within documents [cu[i], cu[i + 1]), at most `window` tokens back."""
+
+    cu_seqlens: Sequence[int]
+    window: int | None
+
+
+def document_mask(
+    cu_seqlens: Sequence[int], window: int | None, device: torch.device
+) -> DocumentMask:
+    """The mask for `document_attention`, the same one for all layers of a microbatch.
+
+    cu_seqlens: document boundaries [0, ..., T]. Raises ValueError.
+    """
+    check_documents(cu_seqlens, window)
+    return DocumentMask(cu_seqlens, window)
+
+
+def document_attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    mask: DocumentMask,
+    drop: AttentionDropout | None = None,
+) -> Tensor:
+    """out[T, N, H], differentiable by autograd; causal within the mask's documents."""
+    return attention(q_TNH, k_TKH, v_TKH, mask.cu_seqlens, mask.window, drop)
 
 
 def attention(

@@ -105,3 +105,17 @@ def dropout_mask(
 def dropout(x_TD: Tensor, keep_TD: Tensor, p: float) -> Tensor:
     """x / (1 - p) where kept, 0 elsewhere. The gradient is this function, too."""
     return (x_TD * keep_TD).mul_(1 / (1 - p))
+
+
+def dropout_rows(
+    x_TD: Tensor, key: Key, p: float, first_token: int = 0, keep_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(x / (1 - p) where kept, the mask); row t is token first_token + t.
+
+    keep_TD: the mask of an earlier call, None to compute it. The gradient is this function, too.
+    """
+    if keep_TD is None:
+        token = torch.arange(first_token, first_token + len(x_TD), device=x_TD.device)
+        column = torch.arange(x_TD.shape[1], device=x_TD.device)
+        keep_TD = dropout_mask(key, p, token.unsqueeze(1), column)
+    return dropout(x_TD, keep_TD, p), keep_TD

@@ -131,11 +131,6 @@ def permute(x_TD: Tensor, rows: RowMap) -> Tensor:
     return x_TD[copy_R // copies].masked_fill(dropped_R.unsqueeze(1), 0)
 
 
-def permute_grad(dy_RD: Tensor, rows: RowMap) -> Tensor:
-    """dx[T, D] of `permute`: the sum of the token's rows. Raises TypeError, ValueError."""
-    return unpermute(dy_RD, rows)
-
-
 def unpermute(y_RD: Tensor, rows: RowMap, weight_TK: Tensor | None = None) -> Tensor:
     """out[T, D]: the sum of a token's rows, times its router weights if given.
 

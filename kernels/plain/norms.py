@@ -92,3 +92,70 @@ def layer_norm_grad(
 
     dweight_D, dbias_D = (x.sum(0) for x in sums)
     return dx_TD, dweight_D, dbias_D
+
+
+# --- operations ----------------------------------------------------------------------------------
+
+
+def norm(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    residual_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(y[T, D], s[T, D], mean[T, 1], rstd[T, 1]) of s = x + residual, rounded before the norm.
+
+    LayerNorm if there is a bias, else RMSNorm, which has no mean (None).
+    """
+    s_TD = x_TD if residual_TD is None else x_TD + residual_TD
+    if bias_D is None:
+        y_TD, rstd_T1 = rms_norm(s_TD, weight_D, eps)
+        return y_TD, s_TD, None, rstd_T1
+    y_TD, mean_T1, rstd_T1 = layer_norm(s_TD, weight_D, bias_D, eps)
+    return y_TD, s_TD, mean_T1, rstd_T1
+
+
+def norm_grad(
+    dy_TD: Tensor,
+    s_TD: Tensor,
+    weight_D: Tensor,
+    mean_T1: Tensor | None,
+    rstd_T1: Tensor,
+    ds_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx[T, D], dweight[D], dbias[D] or None) of `norm`; dx is the residual's gradient, too.
+
+    ds: the gradient that reaches s past the norm, added to dx.
+    """
+    dbias_D = None
+    if mean_T1 is None:
+        dx_TD, dweight_D = rms_norm_grad(dy_TD, s_TD, weight_D, rstd_T1)
+    else:
+        dx_TD, dweight_D, dbias_D = layer_norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1)
+    return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D, dbias_D
+
+
+def head_norm(
+    qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(y[T, k, g + 2, H], rstd): RMSNorm of each query head and key head; values are copied."""
+    heads = qkv_TkgH[:, :, :-1]
+    normed, rstd = rms_norm(heads, _head_rows(heads, q_weight_H, k_weight_H), eps)
+    return torch.cat([normed, qkv_TkgH[:, :, -1:]], 2), rstd
+
+
+def head_norm_grad(
+    dy_TkgH: Tensor, qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dqkv[T, k, g + 2, H], dq_weight[H], dk_weight[H]) of `head_norm`."""
+    heads = qkv_TkgH[:, :, :-1]
+    weight = _head_rows(heads, q_weight_H, k_weight_H)
+    dx, dweight = rms_norm_grad(dy_TkgH[:, :, :-1], heads, weight, rstd)
+    dweight_gH = dweight.sum(0)
+    return torch.cat([dx, dy_TkgH[:, :, -1:]], 2), dweight_gH[:-1].sum(0), dweight_gH[-1]
+
+
+def _head_rows(heads: Tensor, q_weight_H: Tensor, k_weight_H: Tensor) -> Tensor:
+    """The weight of each head of a group but its value: [g + 1, H]."""
+    return torch.cat([q_weight_H.expand(heads.shape[2] - 1, -1), k_weight_H.unsqueeze(0)])

@@ -12,23 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalite.kernels.adamw_operations import AdamWPlan, AdamWRun, AdamWSettings, check_count
+from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings, check_count
 from megalite.kernels.triton.adamw import adamw_, sum_squares
 
 
-class TritonAdamW:
-    """`AdamWOperations` in Triton."""
-
-    def adamw_plan(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> AdamWPlan:
-        """A plan with one pass over memory for each run, the 16-bit copy included."""
-        return OnePassAdamW(runs, settings)
-
-    def square_sums(self, xs: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Sum of squares over all of some contiguous 1-D tensors of `device`: 0-d float64."""
-        sums = torch.zeros(max(len(xs), 1), dtype=torch.float64, device=device)
-        for i, x in enumerate(xs):
-            sum_squares(x, sums[i : i + 1])
-        return sums.sum()
+def square_sums(xs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares over all of some contiguous 1-D tensors of `device`: 0-d float64."""
+    sums = torch.zeros(max(len(xs), 1), dtype=torch.float64, device=device)
+    for i, x in enumerate(xs):
+        sum_squares(x, sums[i : i + 1])
+    return sums.sum()
 
 
 class OnePassAdamW:

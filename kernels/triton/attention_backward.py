@@ -7,12 +7,18 @@ counters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import OPTIONS, cdiv, check_shape
-from megalite.kernels.plain.intervals import Intervals
+from megalite.kernels.plain.dropout import AttentionDropout
+from megalite.kernels.plain.intervals import Intervals, check_documents, document_intervals
+from megalite.kernels.triton.attention import attention_delta, attention_forward
 from megalite.kernels.triton.attention_tiles import (
     LOG2_E,
     NO_DROP,
@@ -218,8 +224,8 @@ def attention_backward(
     v_SKH: Tensor,
     stats_2NT: Tensor,
     mask: Intervals,
-    *,
     scale: float | None = None,
+    *,
     drop: Drop | None = None,
     dq_tiles: AttentionTiles | None = None,
     dkdv_tiles: AttentionTiles | None = None,
@@ -310,3 +316,67 @@ def attention_backward(
             **OPTIONS,
         )
     return dq_TNH, dk_SKH, dv_SKH
+
+
+def attention_grad(
+    do_TNH: Tensor,
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    o_TNH: Tensor,
+    lse_NT: Tensor,
+    mask: Intervals,
+    scale: float | None = None,
+    *,
+    drop: Drop | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `attention_forward`; o and lse of the whole softmax."""
+    stats_2NT = attention_delta(o_TNH, do_TNH, lse_NT)
+    return attention_backward(do_TNH, q_TNH, k_SKH, v_SKH, stats_2NT, mask, scale, drop=drop)
+
+
+def document_mask(cu_seqlens: Sequence[int], window: int | None, device: torch.device) -> Intervals:
+    """The mask for `document_attention`, as intervals on the device. Raises ValueError."""
+    check_documents(cu_seqlens, window)
+    bounds = torch.tensor(cu_seqlens, dtype=torch.int64).to(device, non_blocking=True)
+    return document_intervals(bounds, cu_seqlens[-1], window=window)
+
+
+def document_attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    mask: Intervals,
+    drop: AttentionDropout | None = None,
+) -> Tensor:
+    """out[T, N, H], differentiable once: RuntimeError in a backward with create_graph."""
+    o_TNH: Tensor = _Attention.apply(q_TNH, k_TKH, v_TKH, mask, drop)
+    return o_TNH
+
+
+class _Attention(torch.autograd.Function):
+    """q[T, N, H], k and v [T, K, H] -> o[T, N, H]; keeps inputs, output and log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Intervals, drop: AttentionDropout | None
+    ) -> Tensor:
+        # queries and keys are the same tokens
+        ctx.mask, ctx.drop = mask, None
+        if drop is not None:
+            first = drop.first_token
+            ctx.drop = Drop(drop.p, drop.key, first, first, drop.first_head)
+        o, lse = attention_forward(q, k, v, mask, drop=ctx.drop)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        if torch.is_grad_enabled():  # as create_graph=True has it
+            raise RuntimeError(
+                "attention: its gradient has none of its own, so that it would go missing in "
+                "silence; leave out create_graph, or set kernels.backend=reference"
+            )
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, dk, dv = attention_grad(do, q, k, v, o, lse, ctx.mask, drop=ctx.drop)
+        return dq, dk, dv, None, None

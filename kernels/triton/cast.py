@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import OPTIONS, cdiv, check_float, check_shape
+from megalite.kernels.arguments import OPTIONS, cdiv, check_float
 from megalite.kernels.triton.tables import choose
 
 OUT_TYPES = (
@@ -34,23 +34,22 @@ def _cast_kernel(x_ptr, out_ptr, scale_ptr, num_elements, LARGEST: tl.constexpr,
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def scale_cast(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
-    """out = saturate(x * scale); contiguous tensors of one shape, scale one float32 on the device.
+def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """saturate(x * scale) in another type; scale: one float32 on the device.
 
-    out may be x. Raises TypeError, ValueError.
+    Raises TypeError, ValueError.
     """
     check_float("scale_cast", x=x)
-    check_shape("scale_cast", tuple(x.shape), out=out)
-    if out.dtype not in OUT_TYPES:
-        raise TypeError(f"scale_cast: out is {out.dtype}, expected one of {OUT_TYPES}")
-    if not (x.is_contiguous() and out.is_contiguous()):
-        raise ValueError("scale_cast: x and out must be contiguous")
+    if dtype not in OUT_TYPES:
+        raise TypeError(f"scale_cast: to {dtype}, expected one of {OUT_TYPES}")
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(
             f"scale_cast: scale is {scale.dtype} {tuple(scale.shape)}, not one float32"
         )
 
     # An empty grid cannot be launched.
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         use = choose("cast")
         _cast_kernel[(cdiv(x.numel(), use["block"]),)](
@@ -58,7 +57,7 @@ def scale_cast(x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
             out,
             scale,
             x.numel(),
-            LARGEST=torch.finfo(out.dtype).max,
+            LARGEST=torch.finfo(dtype).max,
             B=use["block"],
             num_warps=use["warps"],
             **OPTIONS,

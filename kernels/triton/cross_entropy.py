@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from megalite.kernels.arguments import (
     OPTIONS,
@@ -310,4 +311,5 @@ def cross_entropy_grad_(
             num_warps=use["warps"],
             **OPTIONS,
         )
+    increment_version(logits_Tv)  # makes autograd refuse a second backward
     return logits_Tv

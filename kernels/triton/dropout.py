@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import OPTIONS, cdiv, check_float, rows_readable
+from megalite.kernels.plain.dropout import Key
 from megalite.kernels.triton.tables import choose
 
 
@@ -94,8 +95,10 @@ def keep_threshold(p: float) -> int:
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-def dropout(x_TD: Tensor, key: tuple[int, int], p: float, first_token: int = 0) -> Tensor:
-    """x / (1 - p) where kept, 0 elsewhere. The gradient is this function, too.
+def dropout(
+    x_TD: Tensor, key: Key, p: float, first_token: int = 0, keep_TD: Tensor | None = None
+) -> tuple[Tensor, None]:
+    """(x / (1 - p) where kept, None: no mask is kept or used). The gradient is this function, too.
 
     Row t is token first_token + t. p, key: as in `plain.dropout`. Raises TypeError, ValueError.
     """
@@ -121,4 +124,4 @@ def dropout(x_TD: Tensor, key: tuple[int, int], p: float, first_token: int = 0) 
             num_warps=use["warps"],
             **OPTIONS,
         )
-    return y_TD
+    return y_TD, None

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from megalite.kernels.arguments import (
     OPTIONS,
@@ -24,6 +25,7 @@ from megalite.kernels.arguments import (
     num_programs,
     rows_readable,
 )
+from megalite.kernels.triton.norm import column_sum
 from megalite.kernels.triton.tables import choose
 
 
@@ -111,7 +113,7 @@ def _check(operation: str, h_Tf: Tensor, bias_f: Tensor | None) -> None:
     check_shape(operation, (h_Tf.shape[1],), bias=bias_f)
 
 
-def gelu_forward(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Tensor:
+def gelu(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Tensor:
     """a[T, f] = gelu(h + bias); erf: the erf form instead of the tanh form.
 
     Raises TypeError, ValueError.
@@ -181,3 +183,18 @@ def gelu_backward_(
             **OPTIONS,
         )
     return dbias_Pf
+
+
+def gelu_grad(
+    da_Tf: Tensor,
+    h_Tf: Tensor,
+    recompute: bool = False,
+    bias_f: Tensor | None = None,
+    *,
+    erf: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dh[T, f] in the memory of h, a[T, f] if `recompute`, dbias[f] with a bias) of `gelu`."""
+    a_Tf = gelu(h_Tf, bias_f, erf=erf) if recompute else None
+    dbias_Pf = gelu_backward_(h_Tf, da_Tf, bias_f, erf=erf)
+    increment_version(h_Tf)  # makes autograd refuse a second backward through the same graph
+    return h_Tf, a_Tf, None if dbias_Pf is None else column_sum(dbias_Pf)

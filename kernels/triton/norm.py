@@ -32,6 +32,7 @@ from megalite.kernels.arguments import (
     next_power_of_2,
     num_programs,
     rows_readable,
+    vector,
 )
 from megalite.kernels.triton.tables import choose
 
@@ -226,12 +227,14 @@ def _column_sum_kernel(
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
 
 
-def column_sum(partial_PD: Tensor, out_D: Tensor, accumulate: bool = False) -> Tensor:
+def column_sum(partial_PD: Tensor, out_D: Tensor | None = None, accumulate: bool = False) -> Tensor:
     """out[D] (+)= sum over the rows of float32 partial[P, D], always in the same order.
 
-    accumulate: add to what out holds, else overwrite it. Raises ValueError.
+    out: None for a new tensor. accumulate: add to what out holds, else overwrite it. Raises
+    ValueError.
     """
     rows, columns = partial_PD.shape
+    out_D = partial_PD.new_empty(columns) if out_D is None else out_D
     check_shape("column_sum", (columns,), out=out_D)
     if columns:
         use = choose("column_sum")
@@ -266,21 +269,21 @@ def _check(operation: str, columns: int, **tensors: Tensor | None) -> None:
         )
 
 
-def norm_forward(
+def norm(
     x_TD: Tensor,
     weight_D: Tensor,
+    bias_D: Tensor | None,
     eps: float,
-    *,
     residual_TD: Tensor | None = None,
-    bias_D: Tensor | None = None,
+    *,
     offset: float = 0.0,
-    center: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """(y[T, D], s[T, D], mean[T] or None, rstd[T]) of the norm of x + residual.
+    """(y[T, D], s[T, D], mean[T, 1] or None, rstd[T, 1]) of the norm of s = x + residual.
 
-    center: LayerNorm instead of RMSNorm. offset is added to the weight (1 for weights that are
-    stored around 0). Without a residual s is x itself. Raises TypeError, ValueError.
+    LayerNorm if there is a bias, else RMSNorm. offset is added to the weight (1 for weights that
+    are stored around 0). Without a residual s is x itself. Raises TypeError, ValueError.
     """
+    center = bias_D is not None
     operation = "layer_norm" if center else "rms_norm"
     tokens, columns = x_TD.shape
     _check(operation, columns, x=x_TD, residual=residual_TD, weight=weight_D, bias=bias_D)
@@ -290,8 +293,8 @@ def norm_forward(
     # s is not written without a residual: the backward can read x.
     y_TD = x_TD.new_empty(tokens, columns)
     s_TD = x_TD if residual_TD is None else x_TD.new_empty(tokens, columns)
-    rstd_T = x_TD.new_empty(tokens, dtype=torch.float32)
-    mean_T = torch.empty_like(rstd_T) if center else None
+    rstd_T1 = x_TD.new_empty(tokens, 1, dtype=torch.float32)
+    mean_T1 = torch.empty_like(rstd_T1) if center else None
 
     if tokens:
         use = choose("norm_forward", columns=columns)
@@ -303,8 +306,8 @@ def norm_forward(
             bias_D,
             y_TD,
             s_TD,
-            mean_T,
-            rstd_T,
+            mean_T1,
+            rstd_T1,
             tokens,
             x_TD.stride(0),
             0 if residual_TD is None else residual_TD.stride(0),
@@ -315,41 +318,40 @@ def norm_forward(
             BLOCK=block,
             CENTER=center,
             ADD=residual_TD is not None,
-            BIAS=bias_D is not None,
+            BIAS=center,
             num_warps=use["warps"],
             **OPTIONS,
         )
-    return y_TD, s_TD, mean_T, rstd_T
+    return y_TD, s_TD, mean_T1, rstd_T1
 
 
 def norm_backward(
     dy_TD: Tensor,
     s_TD: Tensor,
     weight_D: Tensor,
-    rstd_T: Tensor,
-    *,
-    mean_T: Tensor | None = None,
+    mean_T1: Tensor | None,
+    rstd_T1: Tensor,
     ds_TD: Tensor | None = None,
+    *,
     offset: float = 0.0,
-    with_bias: bool = False,
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx[T, D], partial dweight[P, D], partial dbias[P, D] or None); sum P with `column_sum`.
 
     dx is the gradient of x and of the residual alike. ds: the gradient that reaches s through the
-    residual stream. mean_T: of LayerNorm, None for RMSNorm. programs: P, None for the device's.
+    residual stream. mean: of LayerNorm, None for RMSNorm. programs: P, None for the device's.
     Partial sums are float32. Raises TypeError, ValueError.
     """
-    operation = "rms_norm_grad" if mean_T is None else "layer_norm_grad"
+    center = mean_T1 is not None
+    operation = "layer_norm_grad" if center else "rms_norm_grad"
     tokens, columns = s_TD.shape
     dy_TD = rows_readable(dy_TD)
     ds_TD = None if ds_TD is None else rows_readable(ds_TD)
-    rstd_T = rstd_T.contiguous()
-    mean_T = None if mean_T is None else mean_T.contiguous()
+    rstd_T1, mean_T1 = rstd_T1.contiguous(), vector(mean_T1)
     _check(operation, columns, dy=dy_TD, s=s_TD, weight=weight_D, ds=ds_TD)
     check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
     check_shape(operation, (columns,), weight=weight_D)
-    check_shape(operation, (tokens,), rstd=rstd_T, mean=mean_T)
+    check_shape(operation, (tokens, 1), rstd=rstd_T1, mean=mean_T1)
 
     # The grid is as large as the device for any number of rows, so that sums keep their order.
     use = choose("norm_backward", columns=columns)
@@ -357,15 +359,15 @@ def norm_backward(
     programs = programs or num_programs(s_TD.device, use["programs_per_sm"])
     dx_TD = s_TD.new_empty(tokens, columns)
     dweight_PD = s_TD.new_empty(programs, columns, dtype=torch.float32)
-    dbias_PD = torch.empty_like(dweight_PD) if with_bias else None
+    dbias_PD = torch.empty_like(dweight_PD) if center else None
 
     one_pass = use["one_pass"]
     _norm_backward_kernel[(programs,)](
         dy_TD,
         s_TD,
         weight_D,
-        mean_T,
-        rstd_T,
+        mean_T1,
+        rstd_T1,
         ds_TD,
         dx_TD,
         dweight_PD,
@@ -378,9 +380,9 @@ def norm_backward(
         D=columns,
         ROWS=rows,
         BLOCK=block,
-        CENTER=mean_T is not None,
+        CENTER=center,
         ADD=ds_TD is not None,
-        BIAS=with_bias and one_pass,
+        BIAS=center and one_pass,
         DWEIGHT=one_pass,
         num_warps=use["warps"],
         **OPTIONS,
@@ -393,8 +395,8 @@ def norm_backward(
         _norm_weight_grad_kernel[(cdiv(columns, use["columns"]), programs)](
             dy_TD,
             s_TD,
-            mean_T,
-            rstd_T,
+            mean_T1,
+            rstd_T1,
             dweight_PD,
             dbias_PD,
             tokens,
@@ -403,9 +405,56 @@ def norm_backward(
             D=columns,
             ROWS=use["rows"],
             COLUMNS=use["columns"],
-            CENTER=mean_T is not None,
-            BIAS=with_bias,
+            CENTER=center,
+            BIAS=center,
             num_warps=use["warps"],
             **OPTIONS,
         )
     return dx_TD, dweight_PD, dbias_PD
+
+
+def norm_grad(
+    dy_TD: Tensor,
+    s_TD: Tensor,
+    weight_D: Tensor,
+    mean_T1: Tensor | None,
+    rstd_T1: Tensor,
+    ds_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx[T, D], dweight[D], dbias[D] or None) of `norm`; arguments as in `norm_backward`."""
+    dx_TD, dweight_PD, dbias_PD = norm_backward(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD)
+    return dx_TD, column_sum(dweight_PD), None if dbias_PD is None else column_sum(dbias_PD)
+
+
+def _head_slices(heads: int, q_weight_H: Tensor, k_weight_H: Tensor) -> list[tuple[slice, Tensor]]:
+    """The query heads and the key head of a group of `heads`, each with its weight."""
+    return [(slice(heads - 2), q_weight_H), (slice(heads - 2, heads - 1), k_weight_H)]
+
+
+def head_norm(
+    qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(y[T, k, g + 2, H], rstd): RMSNorm of each query head and key head; values are copied."""
+    y, rstds = torch.empty_like(qkv_TkgH), []
+    for heads, weight in _head_slices(qkv_TkgH.shape[2], q_weight_H, k_weight_H):
+        x = qkv_TkgH[:, :, heads]
+        normed, _, _, rstd = norm(x.flatten(0, 2), weight, None, eps)
+        y[:, :, heads] = normed.view(x.shape)
+        rstds.append(rstd.view(x.shape[:3]))
+    y[:, :, -1] = qkv_TkgH[:, :, -1]
+    return y, torch.cat(rstds, 2)
+
+
+def head_norm_grad(
+    dy_TkgH: Tensor, qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dqkv[T, k, g + 2, H], dq_weight[H], dk_weight[H]) of `head_norm`."""
+    dqkv, dweights = torch.empty_like(dy_TkgH), []
+    for heads, weight in _head_slices(qkv_TkgH.shape[2], q_weight_H, k_weight_H):
+        dy, x = dy_TkgH[:, :, heads].flatten(0, 2), qkv_TkgH[:, :, heads]
+        rstd_T1 = rstd[:, :, heads].reshape(-1, 1)
+        dx, dweight, _ = norm_grad(dy, x.flatten(0, 2), weight, None, rstd_T1)
+        dqkv[:, :, heads] = dx.view(x.shape)
+        dweights.append(dweight)
+    dqkv[:, :, -1] = dy_TkgH[:, :, -1]
+    return dqkv, dweights[0], dweights[1]

@@ -19,6 +19,7 @@ from megalite.kernels.arguments import (
     check_last_contiguous,
     check_shape,
     next_power_of_2,
+    rows_readable,
     vector,
 )
 from megalite.kernels.triton.tables import choose
@@ -133,3 +134,43 @@ def rotate_heads_(
             **OPTIONS,
         )
     return rotated
+
+
+def rotate_heads(
+    x_TNH: Tensor,
+    cos_sh: Tensor,
+    sin_sh: Tensor,
+    position_T: Tensor | None = None,
+    *,
+    inverse: bool = False,
+) -> Tensor:
+    """x[T, N, H] with every head rotated by its token's position, or back; a new tensor."""
+    out = torch.empty_like(x_TNH, memory_format=torch.contiguous_format)
+    # the kernel takes heads in groups; here all are one group
+    x_T1NH, out_T1NH = rows_readable(x_TNH).unsqueeze(1), out.unsqueeze(1)
+    rotate_heads_(x_T1NH, cos_sh, sin_sh, position_T, inverse=inverse, out=out_T1NH)
+    return out
+
+
+def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of packed heads, q and k rotated by their position: `plain.rope.rotate`."""
+    q, k, v = _parts(qkv_TkgH)
+    q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+    rotate_heads_(q, cos_sh, sin_sh, out=q_out)
+    rotate_heads_(k, cos_sh, sin_sh, out=k_out)
+    return q_out, k_out, v
+
+
+def rotate_grad_(
+    dqkv_TkgH: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos_sh: Tensor, sin_sh: Tensor
+) -> None:
+    """Write the gradient of `rotate` into dqkv."""
+    q, k, v = _parts(dqkv_TkgH)
+    for dx, out in ((dq, q), (dk, k)):
+        rotate_heads_(rows_readable(dx), cos_sh, sin_sh, inverse=True, out=out)
+    v.copy_(dv)
+
+
+def _parts(qkv_TkgH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the query heads, the key head and the value head of each group."""
+    return qkv_TkgH[:, :, :-2], qkv_TkgH[:, :, -2:-1], qkv_TkgH[:, :, -1:]

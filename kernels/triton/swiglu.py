@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from megalite.kernels.arguments import (
     OPTIONS,
@@ -75,7 +76,7 @@ def _columns(operation: str, h_T2f: Tensor) -> int:
     return h_T2f.shape[1] // 2
 
 
-def swiglu_forward(h_T2f: Tensor) -> Tensor:
+def swiglu(h_T2f: Tensor) -> Tensor:
     """a[T, f] = silu(h[:, :f]) * h[:, f:]. Raises TypeError, ValueError."""
     columns = _columns("swiglu", h_T2f)
     tokens = len(h_T2f)
@@ -95,8 +96,10 @@ def swiglu_forward(h_T2f: Tensor) -> Tensor:
     return a_Tf
 
 
-def swiglu_backward_(h_T2f: Tensor, da_Tf: Tensor, recompute: bool = False) -> Tensor | None:
-    """Overwrite h[T, 2f] with its gradient; returns a[T, f] if `recompute`.
+def swiglu_grad(
+    da_Tf: Tensor, h_T2f: Tensor, recompute: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(dh[T, 2f] in the memory of h, a[T, f] if `recompute` or None) of `swiglu`.
 
     Raises TypeError, ValueError.
     """
@@ -123,4 +126,5 @@ def swiglu_backward_(h_T2f: Tensor, da_Tf: Tensor, recompute: bool = False) -> T
             num_warps=use["warps"],
             **OPTIONS,
         )
-    return a_Tf
+    increment_version(h_T2f)  # makes autograd refuse a second backward through the same graph
+    return h_T2f, a_Tf

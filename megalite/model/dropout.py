@@ -74,4 +74,4 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None, None]:
         (keep_TD,) = ctx.saved_tensors
-        return ctx.ops.dropout_grad(dy_TD, *ctx.arguments, keep_TD), None, None, None, None
+        return ctx.ops.dropout(dy_TD, *ctx.arguments, keep_TD)[0], None, None, None, None

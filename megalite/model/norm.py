@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.layout.sharding import ShardSpec
@@ -21,10 +21,8 @@ from megalite.tensor_parallel.context import LayerContext, ShardedModule
 Specs = Mapping[str, ShardSpec]  # the specs of a chunk, by name
 
 
-class RMSNorm(ShardedModule):
-    """y = x / sqrt(mean(x^2) + eps) * weight."""
-
-    bias: nn.Parameter | None
+class Norm(ShardedModule):
+    """y = x / sqrt(mean(x^2) + eps) * weight; with a bias LayerNorm: x - mean(x) for x, + bias."""
 
     def __init__(
         self, context: LayerContext, eps: float, weight: ShardSpec, bias: ShardSpec | None = None
@@ -35,87 +33,44 @@ class RMSNorm(ShardedModule):
         self.bias = self.add_optional_parameter("bias", bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return _Norm.apply(x_TD, self.weight, self.bias, self)
+        return _Norm.apply(x_TD, None, self.weight, self.bias, self)
 
     def add(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(x + delta, norm of it): the residual stream is rounded to its dtype before the norm."""
-        return _AddNorm.apply(x_TD, delta_TD, self.weight, self.bias, self)
-
-    def compute(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, ...]:
-        """y, s = x + residual, and statistics: `backward_norm` finds (s, weight, *statistics)."""
-        return self.context.ops.rms_norm(x_TD, self.weight, self.eps, residual_TD)
-
-    def backward_norm(self, ctx: Any, dy_TD: Tensor, ds_TD: Tensor | None = None) -> Tensor:
-        """The gradient of x and residual; ds: the part of s's gradient that bypasses the norm."""
-        s_TD, weight, rstd_T1 = ctx.saved_tensors
-        dx_TD, dweight_D = self.context.ops.rms_norm_grad(dy_TD, s_TD, weight, rstd_T1, ds_TD)
-        self.accumulate_rowwise(self.weight, dweight_D)
-        return dx_TD
+        return _Norm.apply(x_TD, delta_TD, self.weight, self.bias, self)
 
 
-class LayerNorm(RMSNorm):
-    """y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias."""
-
-    def compute(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, ...]:
-        assert self.bias is not None, "LayerNorm has a bias"
-        return self.context.ops.layer_norm(x_TD, self.weight, self.bias, self.eps, residual_TD)
-
-    def backward_norm(self, ctx: Any, dy_TD: Tensor, ds_TD: Tensor | None = None) -> Tensor:
-        s_TD, weight, mean_T1, rstd_T1 = ctx.saved_tensors
-        dx_TD, dweight_D, dbias_D = self.context.ops.layer_norm_grad(
-            dy_TD, s_TD, weight, mean_T1, rstd_T1, ds_TD
-        )
-        self.accumulate_rowwise(self.weight, dweight_D)
-        assert self.bias is not None, "LayerNorm has a bias"
-        self.accumulate_rowwise(self.bias, dbias_D)
-        return dx_TD
-
-
-_NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
-
-
-def make_norm(context: LayerContext, specs: Specs, name: str, config: ModelConfig) -> RMSNorm:
-    """The norm that the config names, over the hidden size."""
-    weight, bias = specs[f"{name}.weight"], specs.get(f"{name}.bias")
-    return _NORMS[config.norm](context, config.norm_eps, weight, bias)
+def make_norm(context: LayerContext, specs: Specs, name: str, config: ModelConfig) -> Norm:
+    """The norm that the config names, over the hidden size: LayerNorm is the one with a bias."""
+    return Norm(context, config.norm_eps, specs[f"{name}.weight"], specs.get(f"{name}.bias"))
 
 
 class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, layer: RMSNorm
-    ) -> Tensor:
-        y_TD, _, *stats = layer.compute(x_TD)
-        ctx.save_for_backward(x_TD, weight, *stats)
-        ctx.layer = layer
-        return y_TD
+    """y of x; or (s, y) of s = x + delta, whose gradients reach x and delta alike."""
 
-    @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.layer.backward_norm(ctx, dy_TD), None, None, None
-
-
-class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x_TD: Tensor,
-        delta_TD: Tensor,
+        delta_TD: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        layer: RMSNorm,
-    ) -> tuple[Tensor, Tensor]:
-        y_TD, sum_TD, *stats = layer.compute(x_TD, delta_TD)
-        ctx.save_for_backward(sum_TD, weight, *stats)
+        layer: Norm,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y_TD, s_TD, *stats = layer.context.ops.norm(x_TD, weight, bias, layer.eps, delta_TD)
+        ctx.save_for_backward(s_TD, weight, *stats)
         ctx.layer = layer
-        return sum_TD, y_TD
+        return y_TD if delta_TD is None else (s_TD, y_TD)
 
     @staticmethod
-    def backward(
-        ctx: Any, dsum_TD: Tensor, dy_TD: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
-        dx_TD = ctx.layer.backward_norm(ctx, dy_TD, dsum_TD)
-        return dx_TD, dx_TD, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *ds_TD, dy_TD = grads
+        layer: Norm = ctx.layer
+        dx_TD, dweight_D, dbias_D = layer.context.ops.norm_grad(dy_TD, *ctx.saved_tensors, *ds_TD)
+        layer.accumulate_rowwise(layer.weight, dweight_D)
+        if layer.bias is not None and dbias_D is not None:
+            layer.accumulate_rowwise(layer.bias, dbias_D)
+        return dx_TD, dx_TD if ds_TD else None, None, None, None
 
 
 class HeadNorm(ShardedModule):

@@ -26,8 +26,8 @@ from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis, Mesh
 from megalite.distributed.precision import main_grad_dtype
-from megalite.kernels.adamw_operations import AdamWOperations, AdamWSettings
-from megalite.kernels.plain.adamw import ReferenceAdamW
+from megalite.kernels import Kernels
+from megalite.kernels.adamw_operations import AdamWSettings
 from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
 from megalite.optim.grad_reduce import GradReducer
 from megalite.optim.groups import require_matches
@@ -77,10 +77,10 @@ class DistributedOptimizer:
         config: OptimizerConfig,
         dtype: torch.dtype,
         device: torch.device,
-        ops: AdamWOperations | None = None,
+        ops: Kernels | None = None,
     ) -> None:
         self._mesh, self._config, self._device, self._dtype = mesh, config, device, dtype
-        self._ops = ops or ReferenceAdamW()
+        self._ops = ops or Kernels()
         self._num_updates = 0
         self._scaler = LossScaler(config, enabled=dtype == torch.float16)
         self._skips = SkipPolicy(config, self._scaler)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis
 from megalite.errors import MegaliteError
-from megalite.kernels.adamw_operations import AdamWOperations
+from megalite.kernels import Kernels
 
 
 class NonFiniteGradientError(MegaliteError):
@@ -54,7 +54,7 @@ def global_norm(
     uncounted: Sequence[Tensor],
     world: Axis,
     device: torch.device,
-    ops: AdamWOperations,
+    ops: Kernels,
 ) -> GradNorm:
     """Norm over all ranks' `counted` gradients; `uncounted` ones are only checked to be finite.
 

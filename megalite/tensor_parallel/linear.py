@@ -149,7 +149,7 @@ class _RowLinear(torch.autograd.Function):
             dh = context.ops.linear_input_grad(dy_TD, weight)
             if layer.activate_grad:
                 # It may be written over h, so an activation that was not kept is made again here.
-                dh, again_Tf = layer.activate_grad(dh, h, recompute=not kept)
+                dh, again_Tf, *_ = layer.activate_grad(dh, h, recompute=not kept)
                 a_Tf = again_Tf if a_Tf is None else a_Tf
         if a_Tf is None:
             a_Tf = layer.activate(h) if layer.activate else h

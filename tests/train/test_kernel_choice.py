@@ -81,20 +81,13 @@ def test_everything_that_cannot_be_had_is_told_at_once(tmp_path: Path) -> None:
     assert settings == ["kernels.backend", "kernels.attention", "kernels.norm", "optimizer.adam"]
 
 
-class Picky(Kernels):
-    """Takes no model, as Triton with a head dim it has no kernels for."""
-
-    name = "triton"
-    uses_tables = True
-
-    def check_model(self, head_dim: int, hidden_size: int) -> None:
-        raise BackendError(f"no kernel for a head dim of {head_dim}")
+PICKY = Kernels(name="triton", uses_tables=True, head_dims=())  # takes no model
 
 
 def test_texts_are_continued_on_whatever_takes_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds: list[Kernels] = [Kernels(), Picky()]
+    kinds: list[Kernels] = [Kernels(), PICKY]
     monkeypatch.setattr(kernel_choice, "select", lambda *_, **__: kinds[-1])
     config = make_config(tmp_path, "run")
     assert generation_kernels(config, CPU, torch.float32).name == "reference"
@@ -102,7 +95,7 @@ def test_texts_are_continued_on_whatever_takes_the_model(
     assert generation_kernels(config, CPU, torch.float32) is kinds[-1]
     asked = make_config(tmp_path, "run", kernels__backend="reference")
     assert generation_kernels(asked, CPU, torch.float32) is not kinds[-1]
-    kinds.append(Picky())
+    kinds.append(PICKY)
     with pytest.raises(ConfigError, match="no kernel for a head dim"):
         choose_kernels(config, CPU, torch.float32)
 
@@ -127,7 +120,7 @@ def test_a_gpu_on_plain_torch_is_told_why(tmp_path: Path) -> None:
         "float32, bfloat16 and float16, not torch.float64; use reference"
     )
     assert plain_on_gpu(config, ops, CPU, torch.float64) == []
-    assert plain_on_gpu(config, Picky(), gpu, torch.float64) == []
+    assert plain_on_gpu(config, PICKY, gpu, torch.float64) == []
     asked = make_config(tmp_path, "run", kernels__backend="reference")
     assert plain_on_gpu(asked, ops, gpu, torch.float64) == []
 

@@ -29,7 +29,8 @@ from megalite.kernels.triton.attention_tiles import Drop
 from megalite.kernels.triton.cast import scale_cast
 from megalite.kernels.triton.dropout import dropout
 from megalite.kernels.triton.rope import rotate_heads_
-from megalite.kernels.triton.swiglu import swiglu_backward_, swiglu_forward
+from megalite.kernels.triton.swiglu import swiglu as gated
+from megalite.kernels.triton.swiglu import swiglu_grad
 from tests import ROOT
 from tests.kernels.aot.kit import describe, recording
 
@@ -44,26 +45,26 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def rms_norm(columns: int) -> None:
     x, weight = empty(TOKENS, columns), empty(columns)
-    _, s, _, rstd = norm.norm_forward(x, weight, 1e-5, residual_TD=x)
-    _, dweights, _ = norm.norm_backward(x, s, weight, rstd, ds_TD=x)
+    _, s, _, rstd = norm.norm(x, weight, None, 1e-5, x)
+    _, dweights, _ = norm.norm_backward(x, s, weight, None, rstd, x)
     norm.column_sum(dweights, empty(columns, dtype=torch.float32), accumulate=True)
 
 
 def layer_norm(columns: int) -> None:
     x, weight = empty(TOKENS, columns), empty(columns)
-    _, s, mean, rstd = norm.norm_forward(x, weight, 1e-5, residual_TD=x, bias_D=weight, center=True)
-    norm.norm_backward(x, s, weight, rstd, mean_T=mean, ds_TD=x, with_bias=True)
+    _, s, mean, rstd = norm.norm(x, weight, weight, 1e-5, x)
+    norm.norm_backward(x, s, weight, mean, rstd, x)
 
 
 def swiglu() -> None:
     h, a = empty(TOKENS, 2 * 14336), empty(TOKENS, 14336)
-    swiglu_forward(h)
-    swiglu_backward_(h, a)
+    gated(h)
+    swiglu_grad(a, h)
 
 
 def bias_gelu() -> None:
     h, bias = empty(TOKENS, 14336), empty(14336)
-    gelu.gelu_forward(h, bias)
+    gelu.gelu(h, bias)
     gelu.gelu_backward_(h, h, bias)
 
 
@@ -105,7 +106,7 @@ def adamw_update(grads: torch.dtype) -> None:
 
 def cast(dtype: torch.dtype) -> None:
     x = empty(1 << 16, dtype=torch.float32)
-    scale_cast(x, empty(1 << 16, dtype=dtype), empty(1, dtype=torch.float32))
+    scale_cast(x, empty(1, dtype=torch.float32), dtype)
 
 
 def attend(head_dim: int, drop: Drop | None = None, tokens: int = TOKENS) -> None:
@@ -148,9 +149,9 @@ def one_expert() -> None:
 def one_token() -> None:
     """Sizes of 1 reach a kernel as constants instead of values."""
     x, weight = empty(1, 256), empty(256)
-    _, s, _, rstd = norm.norm_forward(x, weight, 1e-5)
-    norm.norm_backward(x, s, weight, rstd)
-    swiglu_backward_(x, swiglu_forward(x))
+    _, s, _, rstd = norm.norm(x, weight, None, 1e-5)
+    norm.norm_backward(x, s, weight, None, rstd)
+    swiglu_grad(gated(x), x)
     gelu.gelu_backward_(x, x, weight)
     table = empty(1, 8, dtype=torch.float32)
     rotate_heads_(empty(1, 1, 1, 16), table, table)

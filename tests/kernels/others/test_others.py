@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,12 @@ from torch import Tensor
 
 from megalite.distributed.mesh import Mesh
 from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings
-from megalite.kernels.adapted import with_adapters
+from megalite.kernels.dispatch import with_adapters
 from megalite.kernels.errors import BackendError
+from megalite.kernels.operations import Kernels
 from megalite.kernels.others import probe as optional
-from megalite.kernels.others.apex import (
-    ApexAdamW,
-    ApexOperations,
-    ApexRMSNorm,
-    apex_adamw,
-    apex_rms_norm,
-)
+from megalite.kernels.others.apex import ApexAdamW, ApexNorm, apex_adamw, apex_norm
 from megalite.kernels.others.attention import PackedAttention, attention_adapter
-from megalite.kernels.plain.adamw import ReferenceAdamW
 from megalite.kernels.plain.attention import attention
 from megalite.kernels.plain.dropout import AttentionDropout
 from megalite.kernels.plain.norms import rms_norm, rms_norm_grad
@@ -116,18 +111,18 @@ def test_apex_that_cannot_be_used_is_refused(
     with pytest.raises(BackendError, match=f"optimizer.adam=apex: .*{message}"):
         optional.probe("apex_adamw")
     with pytest.raises(BackendError, match="pip install apex"):
-        apex_adamw(ReferenceAdamW(), torch.device("cuda"))
+        apex_adamw(torch.device("cuda"))
 
 
 def test_apex_needs_a_cuda_device(install: Install) -> None:
     install(NVIDIA | EXTENSIONS)
     with pytest.raises(BackendError, match="needs a CUDA device, this one is cpu"):
-        apex_adamw(ReferenceAdamW(), CPU)
+        apex_adamw(CPU)
     with pytest.raises(BackendError, match="needs a CUDA device, this one is cpu"):
-        apex_rms_norm(CPU)
+        apex_norm(Kernels(), CPU)
     cuda = torch.device("cuda")
-    assert isinstance(apex_adamw(ReferenceAdamW(), cuda), ApexOperations)
-    assert isinstance(apex_rms_norm(cuda), ApexRMSNorm)
+    assert isinstance(apex_adamw(cuda)([], AdamWSettings(0.9, 0.95, 1e-8)), ApexAdamW)
+    assert isinstance(apex_norm(Kernels(), cuda), ApexNorm)
 
 
 @pytest.mark.parametrize("fused_adam", [stand_ins.FusedAdam, stand_ins.MovingFusedAdam])
@@ -136,7 +131,7 @@ def test_apex_update_goes_on_from_our_state_and_leaves_it_behind(fused_adam: typ
     mesh = Mesh(Topology())
     settings: dict[str, Any] = {"groups": [{"match": "layers.1.*", "lr_scale": 0.5}], "zero": 0}
     ours = make(mesh, torch.float32, **settings)
-    apex = ApexOperations(ReferenceAdamW(), fused_adam)
+    apex = Kernels(adamw_plan=partial(ApexAdamW, fused_adam=fused_adam))
     theirs = make(mesh, torch.float32, ops=apex, **settings)
     train(*ours, mesh, 2)
     for to, of in zip(theirs[1].named_state(), ours[1].named_state(), strict=True):
@@ -165,17 +160,27 @@ def test_apex_refuses_what_it_cannot_update() -> None:
 def test_apex_rms_norm_has_the_shapes_of_ours() -> None:
     x, residual, dy, ds = (draw(5, 12, seed=seed).bfloat16() for seed in range(4))
     weight = draw(12, seed=4).bfloat16()
-    norm = ApexRMSNorm(stand_ins)
-    y, s, rstd = norm.rms_norm(x.t().contiguous().t(), weight, 1e-5, residual)
+    norm = ApexNorm(Kernels(), stand_ins)
+    y, s, _, rstd = norm.norm(x.t().contiguous().t(), weight, None, 1e-5, residual)
     want, want_rstd = rms_norm(x + residual, weight, 1e-5)
     assert torch.equal(s, x + residual)
     assert torch.equal(y, want)
     assert torch.equal(rstd, want_rstd)
-    dx, dweight = norm.rms_norm_grad(dy, s, weight, rstd, ds)
+    dx, dweight, _ = norm.norm_grad(dy, s, weight, None, rstd, ds)
     want_dx, want_dweight = rms_norm_grad(dy, s, weight, rstd)
     assert torch.equal(dx, want_dx + ds)
     assert dweight.dtype == torch.float32
     assert torch.equal(dweight, want_dweight.bfloat16().float())
+
+
+def test_layer_norm_stays_with_the_own_kernels_beside_apex() -> None:
+    x, weight, bias = draw(5, 12), draw(12, seed=4), draw(12, seed=5)
+    apex, own = ApexNorm(Kernels(), None), Kernels()
+    y, s, mean, rstd = apex.norm(x, weight, bias, 1e-5)
+    assert torch.equal(y, own.norm(x, weight, bias, 1e-5)[0])
+    found, want = (ops.norm_grad(x, s, weight, mean, rstd) for ops in (apex, own))
+    assert all(a is not None and b is not None for a, b in zip(found, want, strict=True))
+    assert torch.equal(torch.cat([found[0].flatten()]), want[0].flatten())
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -257,11 +262,11 @@ def test_names_and_devices_of_attention_are_checked(monkeypatch: pytest.MonkeyPa
 
 
 def test_attention_of_another_package_takes_head_dims_of_its_own() -> None:
-    from megalite.kernels.triton.operations import TritonKernels
+    from megalite.kernels.triton.operations import TRITON
 
     with pytest.raises(BackendError, match=r"head dim of 40; it takes 16.*attention=sdpa_flash or"):
-        TritonKernels().check_model(40, 64)
-    ops = with_adapters(TritonKernels(), CPU, "sdpa_flash", "auto", "auto")
+        TRITON.check_model(40, 64)
+    ops = with_adapters(TRITON, CPU, "sdpa_flash", "auto", "auto")
     ops.check_model(40, 64)
     with pytest.raises(BackendError, match=r"up to 16384 columns, model\.hidden_size is 20000"):
         ops.check_model(40, 20000)

@@ -64,7 +64,7 @@ def test_gradients_of_rows(copies: int) -> None:
     assert torch.autograd.gradcheck(lambda y, w: moe.unpermute(y, rows, w), (y, weight))
     dy, dout = draw(tokens * copies, columns, seed=3), draw(tokens, columns, seed=4)
     moe.permute(x, rows).backward(dy)
-    assert_matches(moe.permute_grad(dy, rows), x.grad)
+    assert_matches(moe.unpermute(dy, rows), x.grad)
     moe.unpermute(y, rows, weight).backward(dout)
     got_y, got_weight = moe.unpermute_grad(dout, y.detach(), rows, weight.detach())
     assert_matches(got_y, y.grad)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.triton.rope import rotate_heads_
-from megalite.kernels.triton.swiglu import swiglu_backward_, swiglu_forward
+from megalite.kernels.triton.swiglu import swiglu, swiglu_grad
 from tests.kernels.triton.kit.inputs import (
     DTYPES,
     assert_guards_untouched,
@@ -29,11 +29,11 @@ def test_swiglu_and_its_gradient_in_place(tokens: int, columns: int, dtype: torc
     h64 = exact(h)
     gate, up = h64.chunk(2, 1)
     want = F.silu(gate) * up
-    a = swiglu_forward(h)
+    a = swiglu(h)
     assert_near(a, want)
     da = draw(tokens, columns, dtype=dtype, seed=1)
     want.backward(da.double())
-    again = swiglu_backward_(h, rows_of_wider(da), recompute=True)
+    _, again = swiglu_grad(rows_of_wider(da), h, recompute=True)
     assert_near(h, h64.grad, backward=True)
     assert again is not None
     assert torch.equal(again, a)
@@ -43,15 +43,15 @@ def test_swiglu_and_its_gradient_in_place(tokens: int, columns: int, dtype: torc
 def test_swiglu_of_strided_extreme_and_absent_rows() -> None:
     h = draw(3, 2 * 8)
     strided = rows_of_wider(h)
-    assert torch.equal(swiglu_forward(strided), swiglu_forward(h))
+    assert torch.equal(swiglu(strided), swiglu(h))
     far = far_rows(h.bfloat16())
-    assert torch.equal(swiglu_forward(far), swiglu_forward(h.bfloat16()))
+    assert torch.equal(swiglu(far), swiglu(h.bfloat16()))
     extreme = torch.tensor([[-1e4, 1e4, -200.0, 3.0, 3.0, 3.0]])
-    assert swiglu_forward(extreme).tolist() == [[0.0, 3e4, 0.0]]
-    swiglu_backward_(extreme, torch.ones(()).expand(1, 3))
+    assert swiglu(extreme).tolist() == [[0.0, 3e4, 0.0]]
+    swiglu_grad(torch.ones(()).expand(1, 3), extreme)
     assert extreme[0, 3:].tolist() == [0.0, 1e4, 0.0]
     assert extreme[0, :3].tolist() == [0.0, 3.0, 0.0]
-    assert swiglu_forward(torch.empty(0, 6)).shape == (0, 3)
+    assert swiglu(torch.empty(0, 6)).shape == (0, 3)
 
 
 def test_swiglu_bits_and_errors() -> None:
@@ -59,13 +59,13 @@ def test_swiglu_bits_and_errors() -> None:
 
     def run() -> list[Tensor | None]:
         work = h.clone()
-        return [swiglu_forward(h), swiglu_backward_(work, da), work]
+        return [swiglu(h), *swiglu_grad(da, work), work]
 
     assert_same_bits(run)
     with pytest.raises(ValueError, match="expected an even number"):
-        swiglu_forward(draw(2, 3))
+        swiglu(draw(2, 3))
     with pytest.raises(ValueError, match=r"da has shape \(2, 3\), expected \(2, 2\)"):
-        swiglu_backward_(draw(2, 4), draw(2, 3))
+        swiglu_grad(draw(2, 3), draw(2, 4))
 
 
 def tables(length: int, rotary: int) -> tuple[Tensor, Tensor]:

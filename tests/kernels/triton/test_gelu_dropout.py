@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.kernels.plain import dropout as reference_dropout
 from megalite.kernels.triton.dropout import dropout
-from megalite.kernels.triton.gelu import gelu_backward_, gelu_forward
+from megalite.kernels.triton.gelu import gelu, gelu_backward_, gelu_grad
 from megalite.kernels.triton.norm import column_sum
 from tests.kernels.triton.kit.inputs import (
     DTYPES,
@@ -36,9 +36,10 @@ def test_gelu_and_its_gradient_in_place(
     bias64 = None if bias is None else exact(bias)
     z64 = h64 if bias64 is None else h64 + bias64
     want = F.gelu(z64, approximate="none" if erf else "tanh")
-    assert_near(gelu_forward(h, bias, erf=erf), want)
+    assert_near(gelu(h, bias, erf=erf), want)
     da = rows_of_wider(draw(tokens, columns, dtype=dtype, seed=2))
     want.backward(da.double())
+    kept = h.clone()
     partial = gelu_backward_(h, da, bias, erf=erf, programs=2)
     assert_near(h, h64.grad, backward=True)
     assert_guards_untouched(whole)
@@ -46,18 +47,25 @@ def test_gelu_and_its_gradient_in_place(
         assert partial is not None
         dbias = column_sum(partial, torch.empty(columns))
         assert_near(dbias, bias64.grad, backward=True)
+    dh, again, summed = gelu_grad(da, kept, True, bias, erf=erf)
+    assert dh is kept
+    assert torch.equal(dh, h)
+    assert_near(again, want)
+    assert (summed is None) == (bias64 is None)
+    if bias64 is not None:
+        assert_near(summed, bias64.grad, backward=True)
 
 
 def test_gelu_of_extreme_far_and_absent_rows() -> None:
     extreme = torch.tensor([[-1e4, 1e4, -60.0, 60.0]])
     for erf in (False, True):
-        assert gelu_forward(extreme, erf=erf).tolist() == [[0, 1e4, 0, 60]]
+        assert gelu(extreme, erf=erf).tolist() == [[0, 1e4, 0, 60]]
         work = extreme.clone()
         gelu_backward_(work, torch.ones(()).expand(1, 4), erf=erf)
         assert work.tolist() == [[0, 1, 0, 1]]
     near = draw(3, 16, dtype=torch.bfloat16)
-    assert torch.equal(gelu_forward(far_rows(near)), gelu_forward(near))
-    assert gelu_forward(torch.empty(0, 4)).shape == (0, 4)
+    assert torch.equal(gelu(far_rows(near)), gelu(near))
+    assert gelu(torch.empty(0, 4)).shape == (0, 4)
     partial = gelu_backward_(torch.empty(0, 4), torch.empty(0, 4), torch.ones(4))
     assert partial is not None
     assert (partial == 0).all()
@@ -68,7 +76,7 @@ def test_gelu_bits_and_errors() -> None:
 
     def run() -> list[Tensor | None]:
         work = h.clone()
-        return [gelu_forward(h, bias), gelu_backward_(work, da, bias, programs=2), work]
+        return [gelu(h, bias), gelu_backward_(work, da, bias, programs=2), work]
 
     assert_same_bits(run)
     with pytest.raises(ValueError, match="types must be the same"):
@@ -93,16 +101,18 @@ def test_dropout_gives_the_bits_of_the_reference(
     keep = reference_dropout.dropout_mask(key, p, token, torch.arange(1100))
     want = reference_dropout.dropout(x, keep, p)
     for rows in (x, rows_of_wider(x)):
-        got = dropout(rows, key, p, first_token)
+        got, _ = dropout(rows, key, p, first_token)
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_dropout_bits_and_errors() -> None:
     x = draw(3, 70)
     # the words of the mask wrap by design: no overflow checks here
-    assert_same_bits(lambda: [dropout(x, (5, 6), 0.3)], overflow=False)
+    assert_same_bits(lambda: [*dropout(x, (5, 6), 0.3)], overflow=False)
     expanded = torch.ones(()).expand(3, 70)
-    assert torch.equal(dropout(expanded, (5, 6), 0.3), dropout(torch.ones(3, 70), (5, 6), 0.3))
+    assert torch.equal(
+        dropout(expanded, (5, 6), 0.3)[0], dropout(torch.ones(3, 70), (5, 6), 0.3)[0]
+    )
     with pytest.raises(ValueError, match=r"p=1\.0, expected 0 <= p < 1"):
         dropout(x, (5, 6), 1.0)
     with pytest.raises(ValueError, match="not a 32-bit word"):

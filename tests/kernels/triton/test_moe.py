@@ -75,7 +75,7 @@ def test_permute_and_unpermute_with_gradients(
     y64, weight64 = exact(y), exact(weight)
     out64 = moe.unpermute(y64, rows, weight64)
     assert_near(rows_of.unpermute(y, rows, weight), out64)
-    assert_near(rows_of.permute_grad(y, rows), moe.unpermute(exact(y), rows))
+    assert_near(rows_of.unpermute(y, rows), moe.unpermute(exact(y), rows))
 
     dout = rows_of_wider(draw(tokens, columns, dtype=dtype, seed=3))
     out64.backward(dout.double())
@@ -92,7 +92,7 @@ def test_rows_of_no_tokens_expanded_and_far_apart() -> None:
     assert rows_of.permute(torch.empty(0, 5), none).shape == (0, 5)
     assert rows_of.unpermute(torch.empty(0, 5), none).shape == (0, 5)
     ones = torch.ones(()).expand(8, 5)
-    assert torch.equal(rows_of.permute_grad(ones, rows), moe.permute_grad(ones, rows))
+    assert torch.equal(rows_of.unpermute(ones, rows), moe.unpermute(ones, rows))
     x, y = draw(4, 16, dtype=torch.bfloat16), draw(8, 16, dtype=torch.bfloat16, seed=1)
     assert torch.equal(rows_of.permute(far_rows(x), rows), rows_of.permute(x, rows))
     weight = draw(4, 2)

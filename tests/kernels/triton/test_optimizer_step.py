@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
-from megalite.kernels.plain.adamw import ReferenceAdamW
+from megalite.kernels import Kernels
 from megalite.kernels.triton import adamw_plan as triton_adamw_plan
-from megalite.kernels.triton.adamw_plan import TritonAdamW
+from megalite.kernels.triton.operations import TRITON
 from megalite.layout.topology import Topology
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from tests.kernels.triton.kit import shim
@@ -41,7 +41,7 @@ def one_rank_mesh() -> Mesh:
 def both(mesh: Mesh, dtype: torch.dtype, **settings: Any) -> tuple[Pair, Pair]:
     """(reference, Triton) optimizers of the same chunks, in few buckets."""
     settings = {"bucket_mb": 0.002, **settings}
-    found = [make(mesh, dtype, ops=ops, **settings) for ops in (ReferenceAdamW(), TritonAdamW())]
+    found = [make(mesh, dtype, ops=ops, **settings) for ops in (Kernels(), TRITON)]
     return found[0], found[1]
 
 
@@ -123,7 +123,7 @@ def test_frozen_parameters_stay(mesh: Mesh) -> None:
     for param in frozen:
         param.requires_grad_(False)
     config, cpu = OptimizerConfig(weight_decay=0.5), torch.device("cpu")
-    optimizer = DistributedOptimizer(chunks, mesh, config, torch.bfloat16, cpu, TritonAdamW())
+    optimizer = DistributedOptimizer(chunks, mesh, config, torch.bfloat16, cpu, TRITON)
     kept = [p.detach().clone() for p in frozen]
     train(chunks, optimizer, mesh, 2)
     assert all(torch.equal(a, b) for a, b in zip(kept, frozen, strict=True))
@@ -197,7 +197,7 @@ def shards_and_whole(ctx: RankContext, settings: dict[str, Any]) -> dict[str, An
     shim.install()
     mesh = ctx.mesh(tp=1)
     runs = []
-    for zero, ops in ((1, TritonAdamW()), (0, TritonAdamW()), (1, ReferenceAdamW())):
+    for zero, ops in ((1, TRITON), (0, TRITON), (1, Kernels())):
         chunks, optimizer = make(mesh, torch.bfloat16, ops=ops, zero=zero, **settings)
         norms = [r.grad_norm for r in train(chunks, optimizer, mesh, 3)]
         optimizer.wait_params()

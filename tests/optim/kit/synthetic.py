@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
-from megalite.kernels.adamw_operations import AdamWOperations
+from megalite.kernels import Kernels
 from megalite.layout.sharding import EXPERT, Matrices, ShardSpec
 from megalite.optim.distributed_optimizer import DistributedOptimizer, StepResult
 from megalite.tensor_parallel.grads import GradStore
@@ -167,7 +167,7 @@ def make(
     mesh: Mesh,
     dtype: torch.dtype = torch.float64,
     vpp: int = 1,
-    ops: AdamWOperations | None = None,
+    ops: Kernels | None = None,
     experts: bool = False,
     **settings: Any,
 ) -> tuple[list[SyntheticChunk], DistributedOptimizer]:
