@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from megalite.kernels import Kernels, functional, rope_tables, select
 from megalite.kernels.errors import BackendError
-from megalite.kernels.operators import common as library_common
+from megalite.kernels.functional import operator
 from megalite.kernels.others.attention import attention_adapter
 from megalite.kernels.plain.attention import attention as documents_attention
 from megalite.kernels.plain.intervals import Intervals, document_intervals
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "integers": (lambda: f.rms_norm(X.long(), W), TypeError, "x is torch.int64, expected float32"),
     "complex": (lambda: f.sum_squares(X.to(torch.complex64)), TypeError, "x is torch.complex64"),
     "sparse": (lambda: f.swiglu(X.to_sparse()), TypeError, "expected dense"),
-    "a number": (lambda: f.swiglu(X[0, 0]), ValueError, "at least one dimension"),
+    "a number": (lambda: f.swiglu(X[0, 0]), ValueError, r"shape \(\), expected \(..., columns"),
     "float64 parameter": (lambda: f.rms_norm(X, W.double()), TypeError, "weight is torch.float64"),
     "broadcast weight": (lambda: f.rms_norm(X, W[:1]), ValueError, r"shape \(1,\), expected \(6\)"),
     "no columns": (lambda: f.rms_norm(X[:, :0], W[:0]), ValueError, r"\(4, 0\), expected columns"),
@@ -72,7 +72,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "odd swiglu": (lambda: f.swiglu(X[:, :5]), ValueError, "5 columns, expected an even number"),
     "broadcast bias": (lambda: f.gelu(X, W[:1]), ValueError, "bias has shape"),
     "rank": (lambda: f.dropout(X[None], (1, 2), 0.5), ValueError, r"\(tokens, columns\)"),
-    "a batch": (lambda: f.attention(Q[None], K, K, MASK), ValueError, r"\(tokens, heads, head dim"),
+    "a batch": (
+        lambda: f.attention(Q[None], K, K, MASK),
+        ValueError,
+        r"\(queries, heads, head dim",
+    ),
     "no key": (lambda: f.dropout(X, 7, 0.5), ValueError, "key=7, expected two words"),  # type: ignore[arg-type]
     "a list": (lambda: document_intervals([0, 7], 7), TypeError, "cu_seqlens is a list"),  # type: ignore[arg-type]
     "half a sequence": (lambda: f.rope(K, COS, SIN), ValueError, "7 tokens are no whole number"),
@@ -295,7 +299,7 @@ def test_experts_are_sorted_by_the_devices_kernels(monkeypatch: pytest.MonkeyPat
         asked.append(dtype)
         return Kernels()
 
-    monkeypatch.setattr(library_common, "_of", kernels)
+    monkeypatch.setattr(operator, "_of", kernels)
     f.expert_rows(torch.zeros(2, 1, dtype=torch.int64), 1)
     assert asked == [torch.float32]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import functional, rope_tables, select
-from megalite.kernels.operators import common as library_common
+from megalite.kernels.functional import operator
 from megalite.kernels.plain.intervals import Intervals, document_intervals
 from megalite.kernels.triton import grouped_gemm as triton_grouped_gemm
 from megalite.kernels.triton.attention_tiles import tma_fits
@@ -29,7 +29,7 @@ ROWS = functional.expert_rows(torch.tensor([[0, 2], [2, 1], [-1, 2], [1, 3]]), 4
 def _on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `functional` computes with in float32; float64 stays with plain torch."""
     kernels = {torch.float32: select("interpret"), torch.float64: select("reference")}
-    monkeypatch.setattr(library_common, "_of", lambda device, dtype: kernels[dtype])
+    monkeypatch.setattr(operator, "_of", lambda device, dtype: kernels[dtype])
 
 
 def norm(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Any:

@@ -1,1 +1,0 @@
-"""The custom operators `torch.ops.megalite.*` behind `megalite.kernels.functional`."""
