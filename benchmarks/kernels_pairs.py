@@ -109,7 +109,7 @@ def swiglu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool, widened: bool = F
 
     def ours() -> object:
         work = h.clone()
-        return swiglu(work), swiglu_grad(da, work)
+        return swiglu(work), swiglu_grad(da, work)[0]
 
     name = "swiglu beside float32" if widened else "swiglu"
     return _pair(name, sizes.layers, not widened, ours, formula, [h], da, quick)
@@ -124,7 +124,7 @@ def gelu_pair(sizes: Sizes, dtype: torch.dtype, quick: bool) -> Pair:
 
     def ours() -> object:
         work = h.clone()
-        return gelu(work), gelu_grad(da, work)
+        return gelu(work), gelu_grad(da, work)[0]
 
     return _pair("gelu", sizes.layers, False, ours, formula, [h], da, quick)
 

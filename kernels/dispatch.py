@@ -60,9 +60,9 @@ def with_adapters(
     if attention != "auto":
         from megalite.kernels.others.attention import attention_adapter
 
-        adapter = attention_adapter(attention, device)
-        others.update(attention_mask=adapter.attention_mask, attention=adapter.attention)
-        others["head_dims"] = None  # it checks its own when it is called
+        # Attention of another package checks its own head dims when it is called.
+        mask, attend = attention_adapter(attention, device)
+        others.update(attention_mask=mask, attention=attend, head_dims=None)
     if norm == "apex":
         from megalite.kernels.others.apex import apex_norm
 

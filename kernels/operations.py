@@ -96,12 +96,12 @@ class Kernels:
         """Raise BackendError for a model of a shape that the operations do not take."""
         if self.head_dims is not None and head_dim not in self.head_dims:
             raise BackendError(
-                f"the {self.name} attention has no kernel for a head dim of {head_dim}; it takes "
+                f"the triton attention has no kernel for a head dim of {head_dim}; it takes "
                 f"{', '.join(map(str, self.head_dims))}; change the model, or set "
                 "kernels.attention=sdpa_flash or kernels.backend=reference"
             )
         if self.max_columns is not None and hidden_size > self.max_columns:
             raise BackendError(
-                f"the {self.name} norms take up to {self.max_columns} columns, model.hidden_size "
+                f"the triton norms take up to {self.max_columns} columns, model.hidden_size "
                 f"is {hidden_size}; change it, or set kernels.backend=reference"
             )

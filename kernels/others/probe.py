@@ -1,7 +1,7 @@
-"""Kernels of other packages, used if they are installed and a config names them.
+"""Packages whose kernels are used if they are installed and a config names them.
 
-`probe` returns what was found, or raises an error with what is missing and how to install it;
-nothing here falls back to another kernel. others/apex.py and others/attention.py use the kernels.
+What is missing is an error that says how to install it; nothing here falls back to another kernel.
+others/apex.py and others/attention.py use the kernels.
 
 apex means NVIDIA's, which is installed from source. The project called apex on PyPI is an unrelated
 toolkit for Pyramid. So a package of that name is not enough: its folders and its compiled half,
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,26 +30,6 @@ _TORCH_IMPLS = {
     "fa3": ("FA3", "flash_attn_interface", "FlashAttention 3, the hopper/ folder of flash-attn"),
     "fa4": ("FA4", "flash_attn.cute.interface", "FlashAttention 4, `pip install flash-attn-4`"),
 }
-
-
-@dataclass(frozen=True)
-class Found:
-    """An optional kernel that was found: its name here, a description, its version and its file."""
-
-    name: str
-    what: str
-    version: str
-    origin: str
-
-
-def probe(name: str) -> Found:
-    """The optional kernel of a name of `NAMES`. Raises BackendError with what to install.
-
-    Does not check the device; the adapters do.
-    """
-    if name not in _PROBES:
-        raise BackendError(f"optional kernel {name!r} is not known; allowed: {', '.join(NAMES)}")
-    return _PROBES[name]()
 
 
 def apex_attribute(module: str, attribute: str, setting: str) -> Any:
@@ -100,52 +78,11 @@ def _described(project: str) -> str:
     return f" ({metadata['Version']}: {metadata['Summary']})"
 
 
-def _version(project: str) -> str:
-    """A project's version, or "unknown"."""
-    try:
-        return distribution(project).version
-    except PackageNotFoundError:
-        return "unknown"
+def require_flash(name: str) -> None:
+    """Raise BackendError unless torch can take FA3 or FA4, and the package is there.
 
-
-def _probe_apex_adamw() -> Found:
-    found = apex_attribute("apex.optimizers", "FusedAdam", "optimizer.adam=apex")
-    return Found("apex_adamw", "apex.optimizers.FusedAdam", _version("apex"), _place(found))
-
-
-def _probe_apex_rms_norm() -> Found:
-    setting = "kernels.norm=apex"
-    found = apex_attribute("apex.normalization", "FusedRMSNorm", setting)
-    apex_attribute("fused_layer_norm_cuda", "rms_forward_affine", setting)
-    return Found(
-        "apex_rms_norm", "apex.normalization.FusedRMSNorm", _version("apex"), _place(found)
-    )
-
-
-def _place(thing: Any) -> str:
-    """The file in which a class was defined, or "unknown"."""
-    try:
-        return inspect.getfile(thing)
-    except (TypeError, OSError):
-        return "unknown"
-
-
-def _probe_sdpa_flash() -> Found:
-    return Found("sdpa_flash", "torch's flash attention", torch.__version__, torch.__file__)
-
-
-def _probe_sdpa_cudnn() -> Found:
-    if not torch.backends.cudnn.is_available():
-        raise BackendError(
-            f"kernels.attention=sdpa_cudnn: torch {torch.__version__} has no cuDNN here; install a "
-            "CUDA build of torch on a machine with a GPU, or use kernels.attention=auto"
-        )
-    version = str(torch.backends.cudnn.version())
-    return Found("sdpa_cudnn", "cuDNN attention through torch", version, torch.__file__)
-
-
-def _probe_flash(name: str) -> Found:
-    """FA3 or FA4, through torch: first torch must support it, then the package must be there."""
+    Does not activate it.
+    """
     impl, module, package = _TORCH_IMPLS[name]
     listed: list[str] = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
     if impl not in listed or not _varlen_takes("window_size", "enable_gqa"):
@@ -160,8 +97,6 @@ def _probe_flash(name: str) -> Found:
             f"kernels.attention={name}: no module {module}; install {package}, or use "
             "kernels.attention=auto"
         )
-    version = _version("flash-attn-4" if name == "fa4" else "flash-attn-3")
-    return Found(name, package.split(",")[0], version, str(spec.origin))
 
 
 def _varlen_takes(*names: str) -> bool:
@@ -194,14 +129,3 @@ def activate_flash(name: str) -> None:
             f"kernels.attention={name}: torch cannot take {module} into its attention ({error}); "
             f"install {package}, or use kernels.attention=auto"
         ) from error
-
-
-_PROBES: dict[str, Callable[[], Found]] = {
-    "apex_adamw": _probe_apex_adamw,
-    "apex_rms_norm": _probe_apex_rms_norm,
-    "sdpa_flash": _probe_sdpa_flash,
-    "sdpa_cudnn": _probe_sdpa_cudnn,
-    "fa3": lambda: _probe_flash("fa3"),
-    "fa4": lambda: _probe_flash("fa4"),
-}
-NAMES = tuple(_PROBES)

@@ -250,9 +250,11 @@ def test_no_rows_no_columns_and_one_element() -> None:
 
 def test_documents_without_tokens_change_nothing() -> None:
     for lengths, plain in (([0, 0, 3, 3, 3, 7, 7], [0, 3, 7]), ([0, 7, 7], [0, 7])):
-        for attend in (documents_attention, attention_adapter("sdpa_flash", CPU)):
-            got, want = (attend(Q, K, K, cu) for cu in (lengths, plain))
-            assert torch.equal(got, want)
+        got, want = (documents_attention(Q, K, K, cu) for cu in (lengths, plain))
+        assert torch.equal(got, want)
+        make_mask, attend = attention_adapter("sdpa_flash", CPU)
+        got, want = (attend(Q, K, K, make_mask(cu, None, CPU)) for cu in (lengths, plain))
+        assert torch.equal(got, want)
     assert documents_attention(Q[:0], K[:0], K[:0], [0, 0]).shape == (0, 4, 8)
 
 
