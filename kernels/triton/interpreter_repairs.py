@@ -1,10 +1,11 @@
 """Repairs of Triton's interpreter, for `kernels.backend=interpret`: bfloat16, comparisons, speed.
 
 The interpreter stores bfloat16 as raw 16-bit integers and computes on those, and gives comparisons
-the type of their operands. `install` probes each operation and replaces the wrong ones, so an
-interpreter without these faults is used as it is. It also patches triton.language once for the
-process instead of at every nested call, which takes most of the interpreter's time; such a process
-can no longer compile kernels. No process that compiles kernels imports this module.
+the type of their operands, in every version from 3.6 to 3.9. `install` replaces the operations
+that do so; on an interpreter that is right their results are the same. It also patches
+triton.language once for the process instead of at every nested call, which takes most of the
+interpreter's time; such a process can no longer compile kernels. No process that compiles kernels
+imports this module.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from triton.runtime import interpreter as interp
+
+from megalite.kernels.errors import BackendError
 
 BF16 = tl.bfloat16
 FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
@@ -42,196 +45,70 @@ def _is_bf16(handle: Any) -> bool:
     return bool(handle.dtype.scalar == BF16)
 
 
-def _wide(handle: Any) -> Any:
+def _wide(x: Any) -> Any:
     """A bfloat16 handle as float32; others as they are."""
-    return Handle(widen(handle.data), tl.float32) if _is_bf16(handle) else handle
-
-
-def _rounded(result: Any) -> Any:
-    """A float32 result as bfloat16; the result of a comparison as int1."""
-    if result.data.dtype == np.bool_:
-        return Handle(result.data, tl.int1)
-    return Handle(narrow(result.data), BF16)
+    return Handle(widen(x.data), tl.float32) if isinstance(x, Handle) and _is_bf16(x) else x
 
 
 def _through_float32(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder's method with bfloat16 operands widened and its result rounded."""
+    """The method with bfloat16 operands widened, its result rounded, and comparisons of type int1.
 
-    def call(self: Any, *operands: Any, **options: Any) -> Any:
-        handles = [x for x in operands if isinstance(x, Handle)]
-        if not any(_is_bf16(x) for x in handles) or operands[-1] is np.where:
-            return method(self, *operands, **options)
-        operands = tuple(_wide(x) if isinstance(x, Handle) else x for x in operands)
-        return _rounded(method(self, *operands, **options))
-
-    return call
-
-
-def _comparisons_are_bool(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with results of comparisons of type int1.
-
-    With the type of the operands, a scalar result is broadcast wrongly.
+    With the type of the operands, a scalar result of a comparison is broadcast wrongly.
     """
 
-    def call(self: Any, *operands: Any) -> Any:
-        result = method(self, *operands)
+    def call(self: Any, *operands: Any, **options: Any) -> Any:
+        if operands[-1] is np.where:
+            return method(self, *operands, **options)
+        result = method(self, *map(_wide, operands), **options)
         if result.data.dtype == np.bool_:
             return Handle(result.data, tl.int1)
-        return result
+        narrowed = any(isinstance(x, Handle) and _is_bf16(x) for x in operands)
+        return Handle(narrow(result.data), BF16) if narrowed else result
 
     return call
 
 
 def _dot(method: Callable[..., Any]) -> Callable[..., Any]:
     """The product with bfloat16 factors widened."""
-
-    def call(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return method(self, _wide(a), _wide(b), *rest)
-
-    return call
+    return lambda self, a, b, *rest: method(self, _wide(a), _wide(b), *rest)
 
 
 def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Casts that round to nearest even for bfloat16, and read bfloat16 through float32."""
+    """Casts that round to nearest even for bfloat16 and 8 bits, and read bfloat16 as float32."""
 
     def call(self: Any, source: Any, target: Any, *rest: Any) -> Any:
-        scalar = target.scalar
-        if _is_bf16(source) and scalar == BF16:
-            return source
-        if _is_bf16(source):
-            wide = _wide(source)
-            return wide if scalar == tl.float32 else method(self, wide, target, *rest)
+        scalar, wide = target.scalar, _wide(source)
         if scalar == BF16:
-            return Handle(narrow(source.data), BF16)
-        return method(self, source, target, *rest)
+            return source if _is_bf16(source) else Handle(narrow(source.data), BF16)
+        if scalar in FP8 and wide.dtype.scalar == tl.float32:
+            values = torch.from_numpy(np.ascontiguousarray(wide.data, dtype=np.float32))
+            return Handle(values.to(FP8[scalar]).view(torch.uint8).numpy(), scalar)
+        if scalar == tl.float32 and _is_bf16(source):
+            return wide
+        return method(self, wide, target, *rest)
 
     return call
 
 
-def _as_fp8(values: Any, dtype: Any) -> Any:
-    """The bit patterns of float32 values in an 8-bit type."""
-    wide = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-    return wide.to(FP8[dtype]).view(torch.uint8).numpy()
+_ARITHMETIC = ("binary_op", "unary_op", "ternary_op", "create_rsqrt", "create_erf", "create_fma")
+REPAIRS = {
+    **dict.fromkeys(_ARITHMETIC, _through_float32),
+    **dict.fromkeys(("cast_impl", "create_fp_to_fp"), _cast),
+    "create_dot": _dot,
+}
 
 
-def _cast_to_fp8(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Casts from float32 to 8 bits by torch."""
-
-    def call(self: Any, source: Any, target: Any, *rest: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and target.scalar in FP8:
-            return Handle(_as_fp8(source.data, target.scalar), target.scalar)
-        return method(self, source, target, *rest)
-
-    return call
-
-
-def _probe_fp8() -> bool:
-    values = np.linspace(-460, 460, 997, dtype=np.float32)
-    rounding = interp._ir.ROUNDING_MODE.RTNE
-    source = Handle(values, tl.float32)
-    return all(
-        np.array_equal(
-            builder.create_fp_to_fp(source, dtype, rounding).data, _as_fp8(values, dtype)
+def _check() -> None:
+    """Raise BackendError if operations are still wrong, as in an interpreter of another make."""
+    source = Handle(np.array([1 + 2**-8 + 2**-16, 1 + 2**-8], dtype=np.float32), tl.float32)
+    rounded = builder.create_fp_to_fp(source, BF16, interp._ir.ROUNDING_MODE.RTNE)
+    doubled = builder.create_fadd(rounded, rounded)
+    less = builder.create_fcmpOLT(source, source)
+    if widen(doubled.data).tolist() != [2 + 2**-6, 2.0] or less.dtype != tl.int1:
+        raise BackendError(
+            "kernels.backend=interpret: this triton's interpreter does not compute in bfloat16 as "
+            "those of 3.6 to 3.9 do; use one of them, or reference"
         )
-        for dtype in FP8
-    )
-
-
-def _probe_handle(*values: float) -> Any:
-    return Handle(narrow(np.array(values, dtype=np.float32)), BF16)
-
-
-def _values(handle: Any) -> list[float]:
-    data = widen(handle.data) if handle.data.dtype == np.uint16 else handle.data
-    return [float(x) for x in np.ravel(data)]
-
-
-def _probe_cast(method: str) -> bool:
-    # 1 + 2^-8 + 2^-16 rounds up, 1 + 2^-8 is a tie that stays even, 1 + 3 * 2^-8 a tie going up
-    source = np.array([1 + 2**-8 + 2**-16, 1 + 2**-8, 1 + 3 * 2**-8], dtype=np.float32)
-    rest = (interp._ir.ROUNDING_MODE.RTNE,) if method == "create_fp_to_fp" else ()
-    got = getattr(builder, method)(Handle(source, tl.float32), BF16, *rest)
-    return _values(got) == [1 + 2**-7, 1.0, 1 + 2**-6]
-
-
-def _probe_binary() -> bool:
-    got = builder.create_fadd(_probe_handle(1.5, -2.0), _probe_handle(0.25, 1.0))
-    less = builder.create_fcmpOLT(_probe_handle(-1.0, 2.0), _probe_handle(0.0, 0.0))
-    return _values(got) == [1.75, -1.0] and [bool(x) for x in less.data] == [True, False]
-
-
-def _probe_comparison() -> bool:
-    one = Handle(np.ones(1, dtype=np.float32), tl.float32)
-    return bool(builder.create_fcmpOLT(one, one).dtype == tl.int1)
-
-
-def _probe_unary() -> bool:
-    return _values(builder.create_sqrt(_probe_handle(4.0, 2.25))) == [2.0, 1.5]
-
-
-def _probe_ternary() -> bool:
-    x = _probe_handle(-3.0, 0.5)
-    low, high = _probe_handle(-1.0, -1.0), _probe_handle(1.0, 1.0)
-    return _values(builder.create_clampf(x, low, high, interp._ir.PROPAGATE_NAN.ALL)) == [-1.0, 0.5]
-
-
-def _probe_dot() -> bool:
-    a = Handle(narrow(np.array([[1.5, 2.0]], dtype=np.float32)), BF16)
-    b = Handle(narrow(np.array([[2.0], [-1.0]], dtype=np.float32)), BF16)
-    zero = Handle(np.zeros((1, 1), dtype=np.float32), tl.float32)
-    return _values(builder.create_dot(a, b, zero, None, 0)) == [1.0]
-
-
-def _right(probe: Callable[[], bool]) -> bool:
-    """True if the probe succeeds; an operation that raises is wrong, too."""
-    try:
-        return probe()
-    except (ArithmeticError, AttributeError, TypeError, ValueError):
-        return False
-
-
-# (method, probe that is True if it is right, function that wraps it)
-Repair = tuple[str, Callable[[], bool], Callable[..., Any]]
-REPAIRS: list[Repair] = [
-    ("cast_impl", lambda: _probe_cast("cast_impl"), _cast),
-    ("create_fp_to_fp", lambda: _probe_cast("create_fp_to_fp"), _cast),
-    ("create_fp_to_fp", _probe_fp8, _cast_to_fp8),
-    ("binary_op", _probe_binary, _through_float32),
-    ("binary_op", _probe_comparison, _comparisons_are_bool),
-    ("unary_op", _probe_unary, _through_float32),
-    ("ternary_op", _probe_ternary, _through_float32),
-    (
-        "create_rsqrt",
-        lambda: _values(builder.create_rsqrt(_probe_handle(4.0))) == [0.5],
-        _through_float32,
-    ),
-    (
-        "create_erf",
-        lambda: _values(builder.create_erf(_probe_handle(0.0, 8.0))) == [0.0, 1.0],
-        _through_float32,
-    ),
-    (
-        "create_fma",
-        lambda: (
-            _values(builder.create_fma(_probe_handle(2.0), _probe_handle(3.0), _probe_handle(1.0)))
-            == [7.0]
-        ),
-        _through_float32,
-    ),
-    ("create_dot", _probe_dot, _dot),
-]
-
-
-def repair_builder() -> list[str]:
-    """Replace the operations whose probe fails; returns their names."""
-    cls = interp.InterpreterBuilder
-    repaired = []
-    for name, probe, repair in REPAIRS:
-        if not _right(probe):
-            setattr(cls, name, repair(getattr(cls, name)))
-            assert probe(), f"{name} is still wrong after its repair"
-            repaired.append(name)
-    return repaired
 
 
 def _refuse_raw_sums() -> None:
@@ -242,7 +119,7 @@ def _refuse_raw_sums() -> None:
     original = interp.ReduceOps.apply_impl
 
     def apply_impl(self: Any, inputs: Any) -> Any:
-        if any(x.dtype.scalar == BF16 for x in inputs):
+        if any(_is_bf16(x) for x in inputs):
             raise TypeError("reduction over a bfloat16 tile: convert it to float32 after the load")
         return original(self, inputs)
 
@@ -258,10 +135,11 @@ def _patch_language_once() -> None:
 
 
 @cache
-def install() -> tuple[str, ...]:
-    """Repair the interpreter of this process, once; returns the names of the repaired methods."""
+def install() -> None:
+    """Repair the interpreter of this process, once. Raises BackendError as `_check`."""
     np.seterr(all="ignore")  # masks use infinities, which are no errors
-    repaired = repair_builder()
+    for name, repair in REPAIRS.items():
+        setattr(interp.InterpreterBuilder, name, repair(getattr(interp.InterpreterBuilder, name)))
+    _check()
     _refuse_raw_sums()
     _patch_language_once()
-    return tuple(repaired)

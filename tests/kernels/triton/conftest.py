@@ -23,14 +23,9 @@ collect_ignore = [STARTER] if INTERPRETED else OTHERS
 if INTERPRETED:
     from tests.kernels.triton.kit import memory_check, shim
 
-    REPAIRED = shim.install()
+    shim.install()
     CHECKER = memory_check.Checker()
     CHECKER.install()
-
-    @pytest.fixture(scope="session")
-    def repaired() -> list[str]:
-        """Names of the interpreter's operations that had to be repaired."""
-        return REPAIRED
 
     @pytest.fixture
     def checker() -> memory_check.Checker:

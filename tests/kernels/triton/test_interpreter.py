@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from megalite.kernels.triton.interpreter_repairs import REPAIRS
+from megalite.kernels.errors import BackendError
+from megalite.kernels.triton import interpreter_repairs
 from tests.kernels.triton.kit import shim
 from tests.kernels.triton.kit.memory_check import Checker
 
@@ -23,14 +24,45 @@ def _bfloat16_kernel(x_ptr, y_ptr, out_ptr, product_ptr, N: tl.constexpr):
     tl.store(product_ptr + i[:, None] * N + i[None, :], tl.dot(rows, rows))
 
 
-def test_bfloat16_arithmetic_and_products_are_those_of_torch(repaired: list[str]) -> None:
-    assert set(repaired) <= {name for name, _, _ in REPAIRS}
+def test_bfloat16_arithmetic_and_products_are_those_of_torch() -> None:
     x = torch.randn(16, 16).bfloat16()
     y = torch.randn(16).bfloat16()
     out, product = torch.empty(16).bfloat16(), torch.empty(16, 16)
     _bfloat16_kernel[(1,)](x, y, out, product, N=16)
     assert torch.equal(out, torch.maximum(x[0] * y + x[0], -x[0]))
     torch.testing.assert_close(product, x.float() @ x.float(), rtol=1e-6, atol=1e-6)
+
+
+@triton.jit
+def _unary_kernel(x_ptr, root_ptr, inverse_ptr, erf_ptr, fma_ptr, clamp_ptr, cast_ptr):
+    i = tl.arange(0, 4)
+    x = tl.load(x_ptr + i)
+    tl.store(root_ptr + i, tl.sqrt(x.to(tl.float32)).to(tl.bfloat16))
+    tl.store(inverse_ptr + i, tl.rsqrt(x.to(tl.float32)).to(tl.bfloat16))
+    tl.store(erf_ptr + i, tl.erf(x.to(tl.float32)).to(tl.bfloat16))
+    tl.store(fma_ptr + i, tl.fma(x, x, x))
+    tl.store(clamp_ptr + i, tl.where(x > 1.0, x, -x))
+    tl.store(cast_ptr + i, x.to(tl.float8e4nv))
+
+
+def test_bfloat16_functions_and_casts_are_those_of_torch() -> None:
+    x = torch.tensor([0.3, 1.0, 2.3, 451.0]).bfloat16()
+    root, inverse, erf, fma, clamp = (torch.empty(4).bfloat16() for _ in range(5))
+    cast = torch.empty(4).to(torch.float8_e4m3fn)
+    _unary_kernel[(1,)](x, root, inverse, erf, fma, clamp, cast)
+    wide = x.float()
+    assert torch.equal(root, wide.sqrt().bfloat16())
+    assert torch.equal(inverse, wide.rsqrt().bfloat16())
+    assert torch.equal(erf, wide.erf().bfloat16())
+    assert torch.equal(fma, (wide * wide + wide).bfloat16())
+    assert torch.equal(clamp, torch.where(x > 1, x, -x))
+    assert torch.equal(cast.float(), x.to(torch.float8_e4m3fn).float())
+
+
+def test_an_interpreter_that_is_still_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter_repairs, "narrow", lambda values: values.astype("uint16"))
+    with pytest.raises(BackendError, match=r"does not compute in bfloat16 as those of 3\.6 to"):
+        interpreter_repairs._check()
 
 
 @triton.jit

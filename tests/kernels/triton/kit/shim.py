@@ -58,8 +58,7 @@ def overflow_checks() -> Iterator[None]:
         builder.options = kept
 
 
-def install() -> list[str]:
-    """Repair the interpreter of this process; the names of what was wrong."""
-    repaired = interpreter.install()
+def install() -> None:
+    """Repair the interpreter of this process."""
+    interpreter.install()
     _patch_program_order()
-    return list(repaired)
