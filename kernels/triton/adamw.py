@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_same,
     check_shape,
+    launch_options,
     num_programs,
 )
 from megalite.kernels.triton.tables import choose
@@ -156,10 +156,8 @@ def adamw_(
             1.0 - beta2,
             eps,
             weight_decay,
-            BLOCK=use["block"],
             LOW=low is not None,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
 
 
@@ -183,16 +181,12 @@ def sum_squares(
     use, last = choose("sum_squares"), choose("sum_partials")
     programs = programs or num_programs(x.device, use["programs_per_sm"])
     partial = x.new_empty(programs, dtype=torch.float64)
-    _sum_squares_kernel[(programs,)](
-        x, partial, x.numel(), BLOCK=use["block"], num_warps=use["warps"], **OPTIONS
-    )
+    _sum_squares_kernel[(programs,)](x, partial, x.numel(), **launch_options(use))
     _sum_partials_kernel[(1,)](
         partial,
         out,
         programs,
-        BLOCK=last["block"],
         ACCUMULATE=accumulate,
-        num_warps=last["warps"],
-        **OPTIONS,
+        **launch_options(last),
     )
     return out

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import OPTIONS, cdiv, check_shape, next_power_of_2
+from megalite.kernels.arguments import cdiv, check_shape, launch_options, next_power_of_2
 from megalite.kernels.plain.intervals import Intervals
 from megalite.kernels.triton.attention_tiles import (
     LOG2_E,
@@ -193,13 +193,9 @@ def attention_forward(
         N=heads,
         GROUP=heads // kv_heads,
         H=head_dim,
-        BM=t.queries,
-        BN=t.keys,
         TMA=use_tma,
         DROP=drop is not None,
-        num_warps=t.warps,
-        num_stages=t.stages,
-        **OPTIONS,
+        **t.options(),
     )
     return o_TNH, lse_NT
 
@@ -231,8 +227,7 @@ def attention_delta(o_TNH: Tensor, do_TNH: Tensor, lse_NT: Tensor) -> Tensor:
             N=heads,
             H=head_dim,
             ROWS=rows,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return stats_2NT
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import OPTIONS, cdiv, check_shape
+from megalite.kernels.arguments import cdiv, check_shape
 from megalite.kernels.plain.dropout import AttentionDropout
 from megalite.kernels.plain.intervals import Intervals, check_documents, document_intervals
 from megalite.kernels.triton.attention import attention_delta, attention_forward
@@ -272,13 +272,9 @@ def attention_backward(
         N=heads,
         GROUP=heads // kv_heads,
         H=head_dim,
-        BM=t.queries,
-        BN=t.keys,
         TMA=use_tma,
         DROP=drop is not None,
-        num_warps=t.warps,
-        num_stages=t.stages,
-        **OPTIONS,
+        **t.options(),
     )
 
     # Two sums of 256 columns do not fit in registers, so each gets a pass of its own.
@@ -304,16 +300,12 @@ def attention_backward(
             K=kv_heads,
             GROUP=heads // kv_heads,
             H=head_dim,
-            BM=t.queries,
-            BN=t.keys,
             TMA=use_tma,
             TWO_LOOPS=t.two_loops,
             DK=with_dk,
             DV=with_dv,
             DROP=drop is not None,
-            num_warps=t.warps,
-            num_stages=t.stages,
-            **OPTIONS,
+            **t.options(),
         )
     return dq_TNH, dk_SKH, dv_SKH
 

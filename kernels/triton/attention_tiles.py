@@ -9,7 +9,7 @@ keys loops over its queries likewise. Inputs are loaded through TMA descriptors 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megalite.kernels.arguments import check_float, check_same, check_shape, next_power_of_2
+from megalite.kernels.arguments import (
+    OPTIONS,
+    check_float,
+    check_same,
+    check_shape,
+    next_power_of_2,
+)
 from megalite.kernels.plain.intervals import Intervals
 from megalite.kernels.triton.dropout import keep_threshold, mix, row_word, signed_word
 from megalite.kernels.triton.tables import choose
@@ -133,6 +139,11 @@ class AttentionTiles:
     warps: int
     stages: int
     two_loops: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of a launch."""
+        sizes = {"BM": self.queries, "BN": self.keys}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages, **OPTIONS}
 
 
 def default_tiles(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import OPTIONS, cdiv, check_float
+from megalite.kernels.arguments import cdiv, check_float, launch_options
 from megalite.kernels.triton.tables import choose
 
 OUT_TYPES = (
@@ -24,8 +24,10 @@ OUT_TYPES = (
 
 
 @triton.jit
-def _cast_kernel(x_ptr, out_ptr, scale_ptr, num_elements, LARGEST: tl.constexpr, B: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+def _cast_kernel(
+    x_ptr, out_ptr, scale_ptr, num_elements, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr)
     # comparisons with NaN are false, so NaN passes both
@@ -58,8 +60,6 @@ def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
             scale,
             x.numel(),
             LARGEST=torch.finfo(dtype).max,
-            B=use["block"],
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return out

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_last_contiguous,
     check_shape,
+    launch_options,
     vector,
 )
 from megalite.kernels.plain.loss import IGNORE_INDEX, smoothing_share
@@ -215,11 +215,8 @@ def cross_entropy_stats(
             num_columns,
             smoothing,
             share,
-            BLOCK=use["block"],
-            STAGES=use["stages"],
             SMOOTH=smoothing != 0.0,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return stats_T3
 
@@ -260,8 +257,7 @@ def cross_entropy_combine(
             BLOCK=use["tokens"],
             LABELS=label_T is not None,
             WEIGHTS=weight_T is not None,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return loss_T, lse_T
 
@@ -306,10 +302,8 @@ def cross_entropy_grad_(
             z_loss,
             smoothing,
             share,
-            BLOCK=use["block"],
             WEIGHTS=weight_T is not None,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     increment_version(logits_Tv)  # makes autograd refuse a second backward
     return logits_Tv

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_last_contiguous,
     check_same,
     check_shape,
+    launch_options,
     num_programs,
     rows_readable,
 )
@@ -130,11 +130,9 @@ def gelu(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Te
             columns,
             h_Tf.stride(0),
             columns,
-            BLOCK=use["block"],
             BIAS=bias_f is not None,
             ERF=erf,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return a_Tf
 
@@ -175,12 +173,9 @@ def gelu_backward_(
             columns,
             da_Tf.stride(0),
             h_Tf.stride(0),
-            ROWS=use["rows"],
-            COLUMNS=use["columns"],
             BIAS=bias_f is not None,
             ERF=erf,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return dbias_Pf
 

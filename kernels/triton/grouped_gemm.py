@@ -13,7 +13,7 @@ Operands are loaded through TMA descriptors if memory is aligned, else through m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -213,6 +213,11 @@ class GroupedTiles:
     warps: int
     stages: int
 
+    def options(self) -> dict[str, Any]:
+        """The arguments of a launch."""
+        sizes = {"BM": self.rows, "BN": self.columns, "BK": self.inner}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages, **OPTIONS}
+
 
 def default_tiles(kernel: str, dtype: torch.dtype) -> GroupedTiles:
     """The tiles of a kernel ("rows", "weight_grad") from the committed table (`tables`)."""
@@ -339,14 +344,9 @@ def _multiply_rows(
         out_columns,
         out.stride(0),
         E=experts,
-        BM=t.rows,
-        BN=t.columns,
-        BK=t.inner,
         TRANSPOSED=transposed,
         TMA=tma,
-        num_warps=t.warps,
-        num_stages=t.stages,
-        **OPTIONS,
+        **t.options(),
     )
     return out
 
@@ -429,12 +429,7 @@ def grouped_weight_grad_(
         x_RD.stride(0),
         buffer_EFD.stride(0),
         buffer_EFD.stride(1),
-        BM=t.rows,
-        BN=t.columns,
-        BK=t.inner,
         ACCUMULATE=accumulate,
         TMA=tma,
-        num_warps=t.warps,
-        num_stages=t.stages,
-        **OPTIONS,
+        **t.options(),
     )

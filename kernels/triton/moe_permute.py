@@ -21,6 +21,7 @@ from megalite.kernels.arguments import (
     check_last_contiguous,
     check_same,
     check_shape,
+    launch_options,
     next_power_of_2,
     rows_readable,
 )
@@ -301,9 +302,7 @@ def permute(x_TD: Tensor, rows: RowMap) -> Tensor:
             x_TD.stride(0),
             y_RD.stride(0),
             K=copies,
-            BLOCK=use["block"],
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return y_RD
 
@@ -332,10 +331,8 @@ def unpermute(y_RD: Tensor, rows: RowMap, weight_TK: Tensor | None = None) -> Te
             y_RD.stride(0),
             out_TD.stride(0),
             K=copies,
-            BLOCK=use["block"],
             WEIGHT=weight_TK is not None,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return out_TD
 
@@ -372,8 +369,6 @@ def unpermute_grad(
             y_RD.stride(0),
             dy_RD.stride(0),
             K=copies,
-            BLOCK=use["block"],
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return dy_RD, dweight_TK

@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_last_contiguous,
     check_shape,
+    launch_options,
     next_power_of_2,
     num_programs,
     rows_readable,
@@ -243,11 +243,8 @@ def column_sum(partial_PD: Tensor, out_D: Tensor | None = None, accumulate: bool
             out_D,
             rows,
             columns,
-            ROWS=use["rows"],
-            COLUMNS=use["columns"],
             ACCUMULATE=accumulate,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return out_D
 
@@ -319,8 +316,7 @@ def norm(
             CENTER=center,
             ADD=residual_TD is not None,
             BIAS=center,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return y_TD, s_TD, mean_T1, rstd_T1
 
@@ -384,8 +380,7 @@ def norm_backward(
         ADD=ds_TD is not None,
         BIAS=center and one_pass,
         DWEIGHT=one_pass,
-        num_warps=use["warps"],
-        **OPTIONS,
+        **launch_options(use),
     )
 
     # Wide rows leave no registers for the sums beside them, so a second kernel reads dy and s again
@@ -403,12 +398,9 @@ def norm_backward(
             dy_TD.stride(0),
             s_TD.stride(0),
             D=columns,
-            ROWS=use["rows"],
-            COLUMNS=use["columns"],
             CENTER=center,
             BIAS=center,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return dx_TD, dweight_PD, dbias_PD
 

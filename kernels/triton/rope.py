@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_last_contiguous,
     check_shape,
+    launch_options,
     next_power_of_2,
     rows_readable,
     vector,
@@ -130,8 +130,7 @@ def rotate_heads_(
             HEADS=heads_per_program,
             BLOCK=block,
             POSITIONS=position_T is not None,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return rotated
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_last_contiguous,
     check_same,
     check_shape,
+    launch_options,
     rows_readable,
 )
 from megalite.kernels.triton.tables import choose
@@ -89,9 +89,7 @@ def swiglu(h_T2f: Tensor) -> Tensor:
             columns,
             h_T2f.stride(0),
             a_Tf.stride(0),
-            BLOCK=use["block"],
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     return a_Tf
 
@@ -121,10 +119,8 @@ def swiglu_grad(
             da_Tf.stride(0),
             h_T2f.stride(0),
             columns,
-            BLOCK=use["block"],
             RECOMPUTE=recompute,
-            num_warps=use["warps"],
-            **OPTIONS,
+            **launch_options(use),
         )
     increment_version(h_T2f)  # makes autograd refuse a second backward through the same graph
     return h_T2f, a_Tf
