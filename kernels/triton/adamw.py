@@ -28,7 +28,6 @@ from megalite.kernels.arguments import (
 )
 from megalite.kernels.triton.tables import choose
 
-ALIGNMENT = 128  # shard lengths divisible by this are read 128 bits at a time
 _SUM_TYPES = (torch.float32, torch.float64)
 
 

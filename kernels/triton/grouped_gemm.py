@@ -13,7 +13,7 @@ Operands are loaded through TMA descriptors if memory is aligned, else through m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +27,6 @@ from megalite.kernels.arguments import (
     check_float,
     check_last_contiguous,
     check_same,
-    check_shape,
     next_power_of_2,
     rows_readable,
 )
@@ -49,7 +48,7 @@ def _row_tiles_kernel(
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """(expert, first row, end of the expert's rows) of TILES tiles; see `RowTiles`."""
+    """(expert, first row, end of the expert's rows) of TILES tiles; see `row_tiles`."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     group = tl.arange(0, GROUPS)  # group E: the rows after the last expert's
     start = tl.load(offset_ptr + group, mask=group <= E, other=0)
@@ -224,20 +223,11 @@ def default_tiles(kernel: str, dtype: torch.dtype) -> GroupedTiles:
     return GroupedTiles(**choose(f"grouped_{kernel}", float32=dtype == torch.float32))
 
 
-class RowTiles(NamedTuple):
-    """Tiles of `rows` rows: int32 [tiles, 3] = expert, first row, end of the expert's rows.
+def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> Tensor:
+    """Each expert's rows cut into tiles of `rows` rows: int32 [tiles, 3]. Raises ValueError.
 
-    The expert is E for rows after the last expert's, and -1 past the last tile.
-    """
-
-    tile_M3: Tensor
-    rows: int
-
-
-def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> RowTiles:
-    """Cut each expert's rows into tiles of `rows` rows; forward and backward can share the result.
-
-    Raises ValueError.
+    A tile is (expert, first row, end of the expert's rows); the expert is E for rows after the last
+    expert's, and -1 past the last tile.
     """
     experts = len(offset_E1) - 1
     if not 1 <= experts <= MAX_EXPERTS:
@@ -259,7 +249,7 @@ def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> RowTiles:
         num_warps=8,
         **OPTIONS,
     )
-    return RowTiles(tile_M3, rows)
+    return tile_M3
 
 
 def _check(operation: str, buffer: Tensor | None = None, **operands: Tensor) -> None:
@@ -303,7 +293,6 @@ def _multiply_rows(
     x: Tensor,
     weight_EFD: Tensor,
     offset_E1: Tensor,
-    tiles: RowTiles | None,
     tma: bool | None,
     *,
     transposed: bool,
@@ -327,16 +316,13 @@ def _multiply_rows(
     if not out.numel():
         return out
 
-    # Tiles from the caller must be of the size that the kernel is compiled for.
-    tiles = row_tiles(offset_E1, len(x), t.rows) if tiles is None else tiles
-    check_same(operation, "rows of a tile", tiles=tiles.rows, kernel=t.rows)
-    check_shape(operation, (cdiv(len(x), t.rows) + experts, 3), tiles=tiles.tile_M3)
+    tile_M3 = row_tiles(offset_E1, len(x), t.rows)
     weight_block = (t.columns, t.inner) if transposed else (t.inner, t.columns)
-    _grouped_rows_kernel[(len(tiles.tile_M3) * cdiv(columns, t.columns),)](
+    _grouped_rows_kernel[(len(tile_M3) * cdiv(columns, t.columns),)](
         _source(x, t.rows, t.inner, tma),
         _source(weight, *weight_block, tma),
         out,
-        tiles.tile_M3,
+        tile_M3,
         x.shape[1],
         columns,
         x.stride(0),
@@ -356,18 +342,17 @@ def grouped_linear(
     weight_EFD: Tensor,
     offset_E1: Tensor,
     *,
-    tiles: RowTiles | None = None,
     tma: bool | None = None,
 ) -> Tensor:
     """y[R, F] = x @ weight[e]^T for the rows of each expert e, 0 in the rows after the last.
 
-    tiles: the result of `row_tiles` for these offsets, None to compute it. tma: load operands
-    through descriptors (None: if alignment allows). Raises TypeError, ValueError.
+    tma: load operands through descriptors (None: if alignment allows). Raises TypeError,
+    ValueError.
     """
     operation = "grouped_linear"
     check_groups(operation, weight_EFD, offset_E1, x=(x_RD, 2))
     _check(operation, x=x_RD, weight=weight_EFD)
-    return _multiply_rows(operation, x_RD, weight_EFD, offset_E1, tiles, tma, transposed=True)
+    return _multiply_rows(operation, x_RD, weight_EFD, offset_E1, tma, transposed=True)
 
 
 def grouped_linear_input_grad(
@@ -375,7 +360,6 @@ def grouped_linear_input_grad(
     weight_EFD: Tensor,
     offset_E1: Tensor,
     *,
-    tiles: RowTiles | None = None,
     tma: bool | None = None,
 ) -> Tensor:
     """dx[R, D] = dy @ weight[e] for the rows of each expert e, 0 in the rows after the last.
@@ -386,7 +370,7 @@ def grouped_linear_input_grad(
     dy_RF = rows_readable(dy_RF)
     check_groups(operation, weight_EFD, offset_E1, dy=(dy_RF, 1))
     _check(operation, dy=dy_RF, weight=weight_EFD)
-    return _multiply_rows(operation, dy_RF, weight_EFD, offset_E1, tiles, tma, transposed=False)
+    return _multiply_rows(operation, dy_RF, weight_EFD, offset_E1, tma, transposed=False)
 
 
 def grouped_weight_grad_(

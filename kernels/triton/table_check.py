@@ -95,27 +95,22 @@ def _kernel_problems(kernel: str, entries: list[dict[str, Any]]) -> Iterator[str
         for name, value in entry["use"].items():
             if name not in (*needed, *_OPTIONAL):
                 yield f"{where}: {name} is not used; known: {', '.join(needed)}"
-            elif not _sound(name, value):
-                yield f"{where}: {name}={value!r}, expected {_expected(name)}"
+            elif expected := _expected(name, value):
+                yield f"{where}: {name}={value!r}, expected {expected}"
 
 
-def _expected(name: str) -> str:
+def _expected(name: str, value: Any) -> str | None:
+    """The values that a name takes, if this is none of them; otherwise None."""
+    whole = type(value) is int and value >= 1
     if name == "one_pass":
-        return "true or false"
-    if name in _OPTIONAL:
-        return "a version"
-    if name in _COUNTS:
-        return "a whole number from 1"
-    return "a power of two" + (f" to {_MOST_WARPS}" if name == "warps" else "")
-
-
-def _sound(name: str, value: Any) -> bool:
-    if name == "one_pass":
-        return isinstance(value, bool)
-    if name in _OPTIONAL:
-        return isinstance(value, str) and all(part.isdigit() for part in value.split("."))
-    if type(value) is not int or value < 1:
-        return False
-    if name in _COUNTS:
-        return True
-    return value & (value - 1) == 0 and (name != "warps" or value <= _MOST_WARPS)
+        sound, expected = isinstance(value, bool), "true or false"
+    elif name in _OPTIONAL:
+        sound = isinstance(value, str) and all(part.isdigit() for part in value.split("."))
+        expected = "a version"
+    elif name in _COUNTS:
+        sound, expected = whole, "a whole number from 1"
+    else:
+        sound, expected = whole and value & (value - 1) == 0, "a power of two"
+        if name == "warps":
+            sound, expected = sound and value <= _MOST_WARPS, f"a power of two to {_MOST_WARPS}"
+    return None if sound else expected

@@ -55,11 +55,6 @@ def entries(kernel: str) -> list[dict[str, Any]]:
     return found
 
 
-def kernel_names() -> list[str]:
-    """The names of all kernels of the table."""
-    return list(_table()["kernels"])
-
-
 @lru_cache
 def choose(kernel: str, **shape: int | bool) -> Mapping[str, Any]:
     """The values that a kernel uses at a shape, which must have every size that its entries name.

@@ -144,8 +144,7 @@ def test_grouped_products(case: tuple, dtype: torch.dtype) -> None:
         weight[sizes.index(0)] = torch.nan  # nor do weights without rows
     x64, weight64 = exact(x), exact(weight)
     y64 = moe.grouped_linear(x64, weight64, offset)
-    tiles = gemm.row_tiles(offset, end + left, gemm.default_tiles("rows", dtype).rows)
-    y = gemm.grouped_linear(x, weight, offset, tiles=tiles, tma=tma)
+    y = gemm.grouped_linear(x, weight, offset, tma=tma)
     assert_near(y, y64)
     assert (y[end:] == 0).all()
     y64[:end].backward(dy[:end].double())
@@ -210,14 +209,13 @@ def test_no_rows_and_no_experts_with_rows() -> None:
 
 def test_tiles_cover_every_row_once() -> None:
     sizes, num_rows = [0, 64, 65, 1, 0, 63], 300
-    tile, rows = gemm.row_tiles(offsets(sizes), num_rows, 64)
+    tile = gemm.row_tiles(offsets(sizes), num_rows, 64)
     assert len(tile) == 5 + len(sizes)
     want = [[1, 0, 64], [2, 64, 129], [2, 128, 129], [3, 129, 130], [5, 130, 193]]
     want += [[6, 193, 300], [6, 257, 300]]
-    assert rows == 64
     assert tile[: len(want)].tolist() == want
     assert (tile[len(want) :, 0] == -1).all()
-    full = gemm.row_tiles(offsets([1] * 6), 6 * 64, 64).tile_M3  # the upper bound is reached
+    full = gemm.row_tiles(offsets([1] * 6), 6 * 64, 64)  # the upper bound is reached
     assert (full[:, 0] >= 0).all()
 
 
@@ -255,10 +253,6 @@ def test_errors_name_the_tensor_and_the_way_out() -> None:
         )
     with pytest.raises(ValueError, match=r"5 rows are no whole blocks of 16.*pass tma=None"):
         gemm.grouped_linear_input_grad(draw(8, 5), weight, offset, tma=True)
-    with pytest.raises(ValueError, match="rows of a tile must be the same"):
-        gemm.grouped_linear(x, weight, offset, tiles=gemm.row_tiles(offset, 8, 128))
-    with pytest.raises(ValueError, match=r"tiles has shape \(4, 3\), expected \(5, 3\)"):
-        gemm.grouped_linear(draw(65, 6), weight, offset, tiles=gemm.row_tiles(offset, 8, 64))
     with pytest.raises(ValueError, match="1025 experts, expected 1 to 1024"):
         gemm.row_tiles(torch.zeros(1026, dtype=torch.int32), 8, 64)
     with pytest.raises(TypeError, match=r"buffer is torch\.float64"):

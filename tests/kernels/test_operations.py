@@ -1,0 +1,58 @@
+"""The sets of operations: the same fields, called alike, whoever computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from megalite.kernels import Kernels
+from megalite.kernels.others.apex import ApexNorm
+from megalite.kernels.triton.operations import TRITON
+
+PLAIN = Kernels()
+OPERATIONS = [field.name for field in fields(Kernels) if callable(getattr(PLAIN, field.name))]
+NOT_IN_TRITON = {
+    "linear",
+    "linear_input_grad",
+    "accumulate_weight_grad_",
+    "bias_grad",
+    "embedding_grad_",
+}
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """Names, kinds and defaults of a function's parameters, in order."""
+    found = inspect.signature(function).parameters.values()
+    return {x.name: (x.kind, x.default) for x in found}
+
+
+def others() -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield from ((name, getattr(TRITON, name)) for name in OPERATIONS)
+    norm = ApexNorm(PLAIN, None)
+    yield from (("norm", norm.norm), ("norm_grad", norm.norm_grad))
+
+
+@pytest.mark.parametrize(("name", "function"), others())
+def test_every_set_takes_the_arguments_of_plain_torch(
+    name: str, function: Callable[..., Any]
+) -> None:
+    """A layer calls a field without knowing whose it is; more arguments are for tests alone."""
+    plain, given = parameters(getattr(PLAIN, name)), parameters(function)
+    assert {key: given.get(key) for key in plain} == plain
+    assert [key for key in given if key in plain] == list(plain)
+    more = [value for key, value in given.items() if key not in plain]
+    assert all(default is not inspect.Parameter.empty for _, default in more)
+
+
+def test_dense_products_alone_are_torchs() -> None:
+    same = {name for name in OPERATIONS if getattr(TRITON, name) is getattr(PLAIN, name)}
+    assert same == NOT_IN_TRITON
+
+
+def test_a_set_is_not_changed_in_place() -> None:
+    with pytest.raises(FrozenInstanceError):
+        PLAIN.linear = PLAIN.bias_grad  # type: ignore[misc]
