@@ -52,13 +52,13 @@ def check(operation: str, **arguments: Arg) -> dict[str, int]:
         first = x if first is None else first
         _check_type(operation, name, x, _allowed(types, first, arguments))
         other = arguments[dims].value if dims in arguments else None
-        if isinstance(other, Tensor):
-            if x.shape != other.shape:
-                wanted = ", ".join(map(str, other.shape))
-                raise _misfit(operation, name, x, wanted)
-        elif not _fits(x.shape, dims.split(", "), sizes):
-            wanted = ", ".join(str(sizes.get(dim, dim)) for dim in dims.split(", "))
-            raise _misfit(operation, name, x, wanted)
+        named = dims.split(", ")
+        if not (x.shape == other.shape if isinstance(other, Tensor) else _fits(x, named, sizes)):
+            wanted = other.shape if isinstance(other, Tensor) else [sizes.get(d, d) for d in named]
+            raise ValueError(
+                f"{operation}: {name} has shape {tuple(x.shape)}, expected "
+                f"({', '.join(map(str, wanted))})"
+            )
         if x.device != first.device:
             raise ValueError(
                 f"{operation}: {name} is on {x.device}, the first tensor on {first.device}; move "
@@ -91,17 +91,12 @@ def names(types: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in types)
 
 
-def _misfit(operation: str, name: str, x: Tensor, wanted: str) -> ValueError:
-    return ValueError(f"{operation}: {name} has shape {tuple(x.shape)}, expected ({wanted})")
-
-
-def _fits(shape: Sequence[int], dims: list[str], sizes: dict[str, int]) -> bool:
-    """True if a shape has these dims; enters the sizes that are new."""
+def _fits(x: Tensor, dims: list[str], sizes: dict[str, int]) -> bool:
+    """True if x has these dims; enters the sizes that are new."""
+    shape: Sequence[int] = x.shape
     if dims[0] == "...":
         dims = dims[1:]
-        if len(shape) < len(dims):
-            return False
-        shape = shape[len(shape) - len(dims) :]
+        shape = shape[max(0, len(shape) - len(dims)) :]
     if len(shape) != len(dims):
         return False
     for size, dim in zip(shape, dims, strict=True):
