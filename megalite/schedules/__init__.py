@@ -1,7 +1,7 @@
 """Pipeline schedules as data: built, checked, simulated and lowered without torch.
 
 Reading order: `action` (the value), `builders` and `v_shape` (make it), `catalogue` (names),
-`check` (with `communicators`), `simulate` and `memory`, `lower` (to a program with transfers),
+`check` (with `blocking`), `simulate` and `memory`, `lower` (to a program with transfers),
 `tune` (chooses one), `csv_form` (files), `view` (drawings).
 """
 

@@ -31,7 +31,7 @@ from megalite.schedules.action import (
     send_carrying,
     send_of,
 )
-from megalite.schedules.communicators import COMMUNICATORS, POSTED_COMMUNICATORS, run_on
+from megalite.schedules.blocking import require_finish
 from megalite.schedules.simulate import Durations, simulate
 
 
@@ -46,7 +46,7 @@ def check_schedule(schedule: Schedule, *, forward_only: bool = False) -> None:
 
 
 def check_program(program: Schedule, *, forward_only: bool = False) -> None:
-    """Raise ScheduleError unless a program is complete and finishes on every communicator model.
+    """Raise ScheduleError unless a program is complete and finishes, whatever its transfers block.
 
     The compute actions must pass `check_schedule`; every needed transfer must exist once, between
     the actions that make and use its data, and in the same order on both ends of its channel; and
@@ -60,21 +60,18 @@ def check_program(program: Schedule, *, forward_only: bool = False) -> None:
     _check_arrivals(program)
     _check_reduce(program)
     _check_channels(program)
-    for communicator in COMMUNICATORS:
-        run_on(communicator, program)
+    require_finish(program, receives_block=True)
 
 
 def check_posted(program: Schedule) -> None:
     """Raise ScheduleError unless a checked program is still right after `post_ahead`.
 
     Its receives were moved: every message must still arrive before its use, in the order of its
-    channel, and the program must finish where transfers wait at most for others of their own
-    directed edge, also when sends block until received.
+    channel, and the program must finish where sends block until received.
     """
     _check_arrivals(program)
     _check_channels(program)
-    for communicator in POSTED_COMMUNICATORS:
-        run_on(communicator, program)
+    require_finish(program, receives_block=False)
 
 
 def _check_compute(schedule: Schedule, expected: list[Action]) -> None:

@@ -85,7 +85,7 @@ def post_ahead(program: Schedule) -> Schedule:
     posted: its cost then falls into the wait, a send directly follows the action that made its
     data, and finds its receive posted. Sends do not move and every channel keeps its order, so a
     program stays free of deadlocks where a receive returns at once, even if a send blocks until
-    its receive is posted (`communicators`: rendezvous).
+    its receive is posted (`blocking`).
     """
     ranks = (_posted_ahead(program, rank) for rank in range(program.p))
     return Schedule(program.m, program.place, tuple(ranks))

@@ -20,8 +20,8 @@ from megalite.schedules import (
     lower,
     parse,
 )
+from megalite.schedules.blocking import require_finish
 from megalite.schedules.builders import family_peak
-from megalite.schedules.communicators import COMMUNICATORS, run_on
 from megalite.schedules.memory import peak_live
 from tests.schedules.kit import good
 
@@ -103,31 +103,30 @@ def test_swapped_receives_are_caught():
 
 
 def test_a_fixed_order_of_sends_and_receives_hangs_when_it_blocks():
-    """Everyone sends before it receives: fine while sends do not block, a hang when they do."""
+    """Everyone sends before it receives: a hang when sends block."""
     program = parse(
         "p=2 v=2 m=2 place=0,1,0,1\n"
         "0: F0.0 F0.1 SF0.0 SF0.1 RF2.0 RF2.1 F2.0 F2.1 SF2.0 SF2.1\n"
         "1: RF1.0 F1.0 SF1.0 RF1.1 F1.1 SF1.1 RF3.0 RF3.1 F3.0 F3.1\n"
     )
-    for model in ("async", "dir"):
-        run_on(model, program)
-    for model in ("pair", "rank", "blocking"):
-        with pytest.raises(ScheduleError, match=rf"model {model}:\n{PLACE}"):
-            run_on(model, program)
-    with pytest.raises(ScheduleError, match="hangs on communicator model pair"):
+    hangs = rf"hangs where sends and receives block:\n{PLACE}"
+    with pytest.raises(ScheduleError, match=hangs):
         check_program(program, forward_only=True)
 
 
-def test_pair_and_rank_models_see_what_the_directed_one_does_not():
+def test_a_receive_before_the_send_that_its_message_answers_hangs_when_it_blocks():
     text = "p=2 v=1 m=1 place=0,1\n0: {}\n1: {}\n"
     crossing = parse(
         text.format("F0.0 RB0.0 SF0.0 BW0.0 REDUCE0", "RF1.0 F1.0 BW1.0 SB1.0 REDUCE1")
     )
-    for model in ("async", "dir"):
-        run_on(model, crossing)
-    for model in ("pair", "rank", "blocking"):
-        with pytest.raises(ScheduleError, match="cannot go on"):
-            run_on(model, crossing)
+    require_finish(crossing, receives_block=False)
+    with pytest.raises(ScheduleError) as caught:
+        check_program(crossing)
+    assert str(caught.value).splitlines() == [
+        "the program hangs where sends and receives block:",
+        "rank 0, index 1, action RB0.0: cannot go on",
+        "rank 1, index 0, action RF1.0: cannot go on",
+    ]
 
 
 BROKEN = {
@@ -228,7 +227,3 @@ def test_no_mutant_passes_that_does_the_wrong_thing(schedule):
         assert name in ("swap", "move"), (name, str(mutant))
         assert good(mutant, seed), str(mutant)
     assert rejected > accepted
-
-
-def test_models_are_all_there():
-    assert COMMUNICATORS == ("async", "dir", "pair", "rank", "blocking")

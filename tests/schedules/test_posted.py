@@ -101,6 +101,6 @@ def test_a_receive_posted_too_late_hangs_where_sends_block() -> None:
         ]
     )
     program = parse(crossing)
-    with pytest.raises(ScheduleError, match=r"hangs on communicator model rendezvous"):
+    with pytest.raises(ScheduleError, match=r"hangs where sends block until received"):
         check_posted(program)
     check_posted(post_ahead(program))
