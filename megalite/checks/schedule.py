@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megalite.config import RunConfig
 from megalite.errors import ScheduleError
-from megalite.run.batch_plan import ramp_sizes
+from megalite.run.batch_plan import num_micro_batches, ramp_sizes
 from megalite.schedules.action import Schedule
 from megalite.schedules.csv_form import FILE, load_csv
 
@@ -52,12 +52,11 @@ def _differences(config: RunConfig, schedule: Schedule, dp: int | None) -> Itera
     train = config.train
     if dp is None or ramp_sizes(config) or train.global_batch % (train.micro_batch * dp):
         return
-    at_once = train.micro_batch * dp
-    wanted = train.global_batch // at_once
+    wanted = num_micro_batches(config, dp)
     if schedule.m != wanted:
         yield (
             f"pipeline.schedule={name} is for {schedule.m} microbatches, but train.global_batch="
             f"{train.global_batch} / (train.micro_batch={train.micro_batch} x parallel.dp={dp}) "
             f"is {wanted}; write the file for {wanted}, or set train.global_batch="
-            f"{schedule.m * at_once}"
+            f"{schedule.m * train.micro_batch * dp}"
         )

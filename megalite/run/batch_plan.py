@@ -77,10 +77,10 @@ def horizon_steps(config: RunConfig, plan: BatchPlan) -> int:
     return plan.steps_for(-(-config.train.tokens // config.data.seq_length))
 
 
-def num_micro_batches(config: RunConfig) -> int:
-    """Microbatches of each replica in a step of the full global batch."""
-    train = config.train
-    return train.global_batch // (train.micro_batch * Topology.of(config.parallel).dp)
+def num_micro_batches(config: RunConfig, dp: int | None = None) -> int:
+    """Microbatches of each of dp replicas (None: the config's) in a step of the full batch."""
+    train, replicas = config.train, dp or Topology.of(config.parallel).dp
+    return train.global_batch // (train.micro_batch * replicas)
 
 
 def ramp_sizes(config: RunConfig) -> list[int]:
