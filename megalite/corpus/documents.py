@@ -115,36 +115,11 @@ class CorpusChunk:
         """The file of a document."""
         return self.path if self.kind == "lines" else self.places[index].partition(":row ")[0]
 
-    def header(self) -> dict[str, Any]:
-        """All fields but the payload and the progress, as JSON values."""
-        return {
-            "kind": self.kind,
-            "path": self.path,
-            "first": self.first,
-            "sizes": self.sizes,
-            "places": self.places,
-            "faults": [(index, *astuple(fault)) for index, fault in sorted(self.faults.items())],
-        }
-
-    @classmethod
-    def from_header(cls, header: dict[str, Any], payload: bytes) -> CorpusChunk:
-        """The chunk of a header and a payload."""
-        return cls(
-            header["kind"],
-            payload,
-            header["path"],
-            header["first"],
-            tuple(header["sizes"]),
-            tuple(header["places"]),
-            {index: Fault(*fault) for index, *fault in header["faults"]},
-        )
-
     def digest(self) -> str:
-        """Hash of content and places, 32 hex digits.
-
-        Unfinished runs are continued by it, so the header must keep its form.
-        """
-        digest = hashlib.sha256(json.dumps(self.header()).encode())
+        """Hash of content and places, 32 hex digits: unfinished runs are continued by it."""
+        faults = [(index, *astuple(fault)) for index, fault in sorted(self.faults.items())]
+        header = [self.kind, self.path, self.first, self.sizes, self.places, faults]
+        digest = hashlib.sha256(json.dumps(header).encode())
         digest.update(self.payload)
         return digest.hexdigest()[:32]
 

@@ -2,30 +2,36 @@
 
 At most two chunks per worker are in memory, and no more than HELD_BYTES of text unless a single
 chunk is larger; encoding takes up to ENCODING_FACTOR (documents.py) times as much. A worker is a
-plain process with pipes (encode_worker.py), started when first needed. With one worker no process
-is started: this one encodes, by the same code.
+plain process with pipes, started when first needed; it ends when its input does, so it never
+outlives the run that started it, however that ended. With one worker no process is started: this
+one encodes, by the same code.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from megalite.corpus.documents import CorpusChunk
-from megalite.corpus.encoding import Encoded, Encoder, Entry, read_message, write_message
+from megalite.corpus.encoding import Encoded, Encoder
+from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 
 HELD_BYTES = 64 << 20  # text of the chunks in memory, over all workers
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from megalite.corpus.encode_worker import main; main()"
+    "from megalite.corpus.encode_pool import main; main()"
 )
 
 
@@ -35,48 +41,34 @@ class Worker:
     def __init__(self, encoder: Encoder) -> None:
         command = [sys.executable, "-P", "-c", START, json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._to, self._from = cast(IO[bytes], self._process.stdin), self._process.stdout
-        tokenizer, options = encoder.tokenizer, encoder.options
-        header = {
-            "tokenizer": str(tokenizer.path),
-            "key": options.key,
-            "policy": options.policy,
-        }
-        self._set_up = (header, tokenizer.content)  # the first message
-        self._is_set_up = False
+        self._to = cast(IO[bytes], self._process.stdin)
+        self._from = cast(IO[bytes], self._process.stdout)
+        tokenizer = encoder.tokenizer
+        set_up = (str(tokenizer.path), tokenizer.content, encoder.key, encoder.policy)
+        self._unsent: tuple[Any, ...] = (set_up,)
 
     def encode(self, chunk: CorpusChunk, check_round_trips: bool) -> Encoded:
         """The result of Encoder.encode; raises DataError if the process has ended."""
         try:
-            if not self._is_set_up:
-                write_message(self._to, *self._set_up)
-                self._is_set_up = True
-            request = {"chunk": chunk.header(), "check": check_round_trips}
-            write_message(self._to, request, chunk.payload)
-            answer = read_message(cast(IO[bytes], self._from))
-        except BrokenPipeError:
-            answer = None
-        if answer is None:
+            for message in (*self._unsent, (chunk, check_round_trips)):
+                pickle.dump(message, self._to)
+            self._to.flush()
+            self._unsent = ()
+            return cast(Encoded, pickle.load(self._from))
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
             raise DataError(
                 f"{chunk.place(0)}: an encoding process ended with exit status "
                 f"{self._process.wait()} at or after this document; if the machine ran out of "
                 "memory (status -9), use fewer --workers"
-            )
-        header, payload = answer
-        size = header["ids_bytes"]
-        entry = Entry.from_json(header["entry"])
-        return Encoded(entry, payload[:size], payload[size:], header["failure"])
+            ) from None
 
     def stop(self) -> None:
         """Kill the process and wait for its end."""
         self._process.kill()
         self._process.wait()
         for stream in (self._to, self._from):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:  # a part of a message was still buffered
-                    continue
+            with suppress(BrokenPipeError):  # a part of a message was still buffered
+                stream.close()
 
 
 class EncodePool:
@@ -165,3 +157,26 @@ class _Source:
             yield from self._chunks
         except DataError as error:
             self.failure = error
+
+
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer a `Worker` until its requests end: first what makes an encoder, then chunks."""
+    with suppress(EOFError, pickle.UnpicklingError):
+        name, content, key, policy = pickle.load(requests)
+        encoder = Encoder(Tokenizer.from_bytes(content, name), key, policy)
+        while True:
+            pickle.dump(encoder.encode(*pickle.load(requests)), answers)
+            answers.flush()
+
+
+def main() -> None:
+    """Entry point of the process. Ctrl-C reaches it, too, but only the parent handles that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # From here on a print, of a library for example, goes to stderr and not between the answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        serve(sys.stdin.buffer, answers)
+    except BrokenPipeError:  # the parent is gone
+        sys.stderr = None  # no message at exit about answers that could not be flushed
+        raise SystemExit(1) from None

@@ -1,18 +1,16 @@
 """Encoding one chunk of documents to token ids: the work of a worker.
 
 Each document is encoded whole and ended with one eos id. The result is a function of the chunk, the
-tokenizer and the options alone, so any number of workers gives the same files. The result includes
+tokenizer, key and policy alone, so any number of workers gives the same files. The result includes
 counts of the documents left out; under policy fail the first bad document is its `failure`.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +22,31 @@ from megalite.data.tokenizer import Tokenizer, first_change
 from megalite.errors import DataError
 
 MAX_ROUND_TRIPS = 64  # documents of a chunk that are decoded again and compared, if asked
-_SIZES = struct.Struct("<QQ")
 
 
-@dataclass(frozen=True)
-class EncodeOptions:
-    """The key of the text in a record, and the policy for bad documents."""
+@dataclass
+class Counts:
+    """Sums over documents that were encoded."""
 
-    key: str
-    policy: Policy
+    corpus: CorpusReport = field(default_factory=CorpusReport)
+    num_tokens: int = 0
+    max_id: int = -1
+    unknown_ids: int = 0
+    unknown_bytes: int = 0  # of text, that the unknown ids stand for
+    round_trips: int = 0  # documents that were decoded and compared
+    round_trips_exact: int = 0
+    first_change: str = ""  # of the first document that does not come back, in words
+
+    def add(self, later: Counts) -> None:
+        """Add the counts of the documents that follow."""
+        self.corpus.add(later.corpus)
+        self.max_id = max(self.max_id, later.max_id)
+        self.num_tokens += later.num_tokens
+        self.unknown_ids += later.unknown_ids
+        self.unknown_bytes += later.unknown_bytes
+        self.round_trips += later.round_trips
+        self.round_trips_exact += later.round_trips_exact
+        self.first_change = self.first_change or later.first_change
 
 
 @dataclass
@@ -40,27 +54,23 @@ class Entry:
     """The result for one chunk without its ids: a line of the record of an unfinished run."""
 
     digest: str  # of the chunk
-    num_tokens: int = 0
-    max_id: int = -1
-    unknown_ids: int = 0
-    unknown_bytes: int = 0  # of text, that the unknown ids stand for
     checksum: int = 0  # CRC-32 of lengths and ids as bytes
-    round_trips: int = 0
-    round_trips_exact: int = 0
-    first_change: str = ""  # of the first document that does not come back, in words
-    report: CorpusReport = field(default_factory=CorpusReport)
+    counts: Counts = field(default_factory=Counts)
 
     def to_json(self) -> dict[str, Any]:
         """The entry as JSON values, which share mutable objects with it."""
-        return {**vars(self), "report": vars(self.report)}
+        counts = {**vars(self.counts), "corpus": vars(self.counts.corpus)}
+        return {**vars(self), "counts": counts}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Entry:
         """The entry of `to_json` values; KeyError or TypeError if they are others."""
-        report = dict(values["report"])
+        counts = values["counts"]
+        corpus = counts["corpus"]
         for name in ("skipped", "noticed"):
-            report[name] = Counter(report[name])
-        return cls(**{**values, "report": CorpusReport(**report)})
+            corpus[name] = Counter(corpus[name])
+        counts["corpus"] = CorpusReport(**corpus)
+        return cls(**{**values, "counts": Counts(**counts)})
 
 
 @dataclass
@@ -79,9 +89,10 @@ class Encoded:
 class Encoder:
     """Encodes chunks with one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
+    def __init__(self, tokenizer: Tokenizer, key: str, policy: Policy) -> None:
         self.tokenizer = tokenizer
-        self.options = options
+        self.key = key
+        self.policy = policy
         self.dtype = dtype_for_vocab(tokenizer.vocab_size)
         self._end_id = tokenizer.eos_id
 
@@ -93,9 +104,9 @@ class Encoder:
         With `check_round_trips` up to MAX_ROUND_TRIPS of them are decoded and compared.
         """
         entry = Entry(chunk.digest())
-        report, options = entry.report, self.options
+        counts = entry.counts
         try:
-            texts = list(accepted_texts(chunk, report, options.key, options.policy, max_bytes))
+            texts = list(accepted_texts(chunk, counts.corpus, self.key, self.policy, max_bytes))
         except DataError as error:
             return Encoded(entry, b"", b"", str(error))
 
@@ -103,32 +114,32 @@ class Encoder:
         if check_round_trips:
             for row, text in zip(rows[:MAX_ROUND_TRIPS], texts, strict=False):
                 decoded = self.tokenizer.decode(row)
-                entry.round_trips += 1
+                counts.round_trips += 1
                 if decoded == text:
-                    entry.round_trips_exact += 1
-                elif not entry.first_change:
-                    entry.first_change = first_change(text, decoded)
+                    counts.round_trips_exact += 1
+                elif not counts.first_change:
+                    counts.first_change = first_change(text, decoded)
 
         # The checksum lets a later run trust the ids in the folder of an unfinished one.
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype="<i4", count=len(rows))
         ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
-        entry.num_tokens = len(ids)
-        entry.max_id = int(ids.max()) if len(ids) else -1
-        self._count_unknown(entry, ids, rows, texts)
+        counts.num_tokens = len(ids)
+        counts.max_id = int(ids.max()) if len(ids) else -1
+        self._count_unknown(counts, ids, rows, texts)
         encoded = Encoded(entry, ids.astype(self.dtype).tobytes(), lengths.tobytes())
         entry.checksum = checksum(encoded.lengths, encoded.ids)
         return encoded
 
     def _count_unknown(
-        self, entry: Entry, ids: NDArray[Any], rows: list[NDArray[Any]], texts: list[str]
+        self, counts: Counts, ids: NDArray[Any], rows: list[NDArray[Any]], texts: list[str]
     ) -> None:
-        """Count unknown ids, and the text that they stand for, into `entry`."""
+        """Count unknown ids, and the text that they stand for, into `counts`."""
         unknown = self.tokenizer.unk_id
-        entry.unknown_ids = int(np.count_nonzero(ids == unknown))
-        if entry.unknown_ids:
+        counts.unknown_ids = int(np.count_nonzero(ids == unknown))
+        if counts.unknown_ids:
             for row, text in zip(rows, texts, strict=True):
                 if (row == unknown).any():
-                    entry.unknown_bytes += self.tokenizer.unknown_bytes(text, row)
+                    counts.unknown_bytes += self.tokenizer.unknown_bytes(text, row)
 
     def _joined(self, rows: list[NDArray[Any]], num_tokens: int) -> NDArray[Any]:
         """All documents one after another, each with the end id behind it."""
@@ -143,23 +154,3 @@ class Encoder:
 def checksum(lengths: bytes, ids: bytes) -> int:
     """CRC-32 of lengths and ids, one after the other."""
     return zlib.crc32(ids, zlib.crc32(lengths))
-
-
-def write_message(stream: IO[bytes], header: dict[str, Any], payload: bytes) -> None:
-    """Write one message: the sizes of both parts (uint64), a JSON header, the payload."""
-    head = json.dumps(header).encode()
-    stream.write(_SIZES.pack(len(head), len(payload)) + head)
-    stream.write(payload)
-    stream.flush()
-
-
-def read_message(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    """Read the next message; None at the end of the stream, also if it ends within a message."""
-    sizes = stream.read(_SIZES.size)
-    if len(sizes) < _SIZES.size:
-        return None
-    head_bytes, payload_bytes = _SIZES.unpack(sizes)
-    head, payload = stream.read(head_bytes), stream.read(payload_bytes)
-    if len(head) < head_bytes or len(payload) < payload_bytes:
-        return None
-    return json.loads(head), payload

@@ -46,6 +46,7 @@ class Trained:
     source_digest: str  # over the digests of the chunks that were offered
 
 
+OnProgress = Callable[[Progress], None]
 # (chunk, text bytes so far, tokens so far), called for each chunk
 ReportChunk = Callable[[CorpusChunk, int, int], None]
 
@@ -54,7 +55,7 @@ def trained_tokenizer(
     corpus: Corpus,
     unfinished: Unfinished,
     settings: dict[str, Any],
-    report_chunk: ReportChunk,
+    on_progress: OnProgress,
 ) -> Trained:
     """Train on the corpus, or take over the tokenizer of an interrupted run.
 
@@ -66,10 +67,10 @@ def trained_tokenizer(
     if record is not None and record["key"] == key and model.is_file():
         content = model.read_bytes()
         if hashlib.sha256(content).hexdigest() == record["sha256"]:
-            unfinished.is_useful = True
+            unfinished.has_tokenizer = True
             return Trained(content, TrainReport(**record["report"]), record["source_digest"])
 
-    content, report, digest = _train(corpus, settings, CorpusReport(), report_chunk)
+    content, report, digest = _train(corpus, settings, CorpusReport(), on_progress)
 
     # The model first: the record, once there, is trusted as far as the model has its sha256.
     write_synced(model, content)
@@ -82,7 +83,7 @@ def trained_tokenizer(
             "source_digest": digest,
         },
     )
-    unfinished.is_useful = True
+    unfinished.has_tokenizer = True
     return Trained(content, report, digest)
 
 
@@ -94,7 +95,7 @@ def make_tokenizer(
     model_type: ModelType,
     sample_bytes: int | None = None,
     overwrite: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> tuple[TrainReport, CorpusReport]:
     """Train a tokenizer and write it to `out`, atomically.
 
@@ -111,14 +112,12 @@ def make_tokenizer(
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
         found = CorpusReport()
-        report_chunk = progress_reporter(corpus, "training", on_progress)
         settings = {
             "vocab_size": vocab_size,
             "model_type": model_type,
             "sample_bytes": sample_bytes,
         }
-        content, report, _ = _train(corpus, settings, found, report_chunk)
-
+        content, report, _ = _train(corpus, settings, found, on_progress)
         write_synced(unfinished, content)
         os.replace(unfinished, path)
     except OSError as error:
@@ -132,9 +131,7 @@ def make_tokenizer(
     return report, found
 
 
-def progress_reporter(
-    corpus: Corpus, phase: str, on_progress: Callable[[Progress], None]
-) -> ReportChunk:
+def progress_reporter(corpus: Corpus, phase: str, on_progress: OnProgress) -> ReportChunk:
     """A function of a chunk and the counts so far that calls `on_progress`."""
     total = corpus.source_bytes() if corpus.max_bytes is None else corpus.max_bytes
 
@@ -149,10 +146,11 @@ def _train(
     corpus: Corpus,
     settings: dict[str, Any],
     found: CorpusReport,
-    report_chunk: ReportChunk,
+    on_progress: OnProgress,
 ) -> tuple[bytes, TrainReport, str]:
     """(model, its training text, digest of the source); counts documents into `found`."""
     digests = hashlib.sha256()
+    report_chunk = progress_reporter(corpus, "training", on_progress)
 
     def on_chunk(chunk: CorpusChunk) -> None:
         digests.update(chunk.digest().encode())

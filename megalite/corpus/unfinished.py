@@ -8,19 +8,6 @@ meanwhile, and neither SIGKILL nor a power cut can damage it. Nothing here opens
 
 The work of an earlier run with other options stays until the first chunk of this one is done, so a
 mistaken command costs nothing. A folder that no later run can use is removed at the end.
-
-The calls come in this order, which is asserted:
-
-    with Unfinished(prefix) as unfinished:
-        unfinished.forget()              # only to start over; later it drops this run's work
-        unfinished.begin(options)
-        for entry in unfinished.kept():  # while they are those of the source's chunks
-            unfinished.accept()
-        unfinished.append(encoded)       # for each of the other chunks
-        unfinished.seal()
-        unfinished.remove()              # when the dataset is published
-
-`path`, `read_json` and `write_json` may be called at any time.
 """
 
 from __future__ import annotations
@@ -29,12 +16,13 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from megalite.corpus.encoding import Encoded, Entry, checksum
-from megalite.corpus.publish import check_prefix, sync, write_synced
+from megalite.corpus.publish import check_prefix, publish_files, sync, write_synced
 from megalite.data.indexed import file_of
 from megalite.errors import DataError
 
@@ -49,14 +37,9 @@ class Unfinished:
         check_prefix(prefix)
         self.prefix = Path(prefix)
         self.folder = file_of(prefix, ".unfinished")
-        self.num_chunks = 0  # accepted and appended
-        self.is_useful = False  # the same command, given again, can continue from the folder
-        self._stage: Literal["opened", "begun", "appending", "sealed"] = "opened"
-        self._new_options: dict[str, Any] | None = None  # to write, if the folder has others
+        self.has_tokenizer = False  # one that this run can use
         self._forgotten = False
-        self._sizes = {"ids": 0, "lengths": 0, "record": 0}  # bytes of accepted chunks, by file
-        self._offered: dict[str, int] = {}  # the same of the entry that `kept` gave last
-        self._streams: dict[str, IO[bytes]] = {}
+        self._chunks: Chunks | None = None
         self._lock = self._open_lock()
 
         try:
@@ -103,67 +86,116 @@ class Unfinished:
         write_synced(self.path(name + ".new"), json.dumps(values).encode())
         os.replace(self.path(name + ".new"), self.path(name))
 
-    def begin(self, options: dict[str, Any]) -> bool:
-        """Keep the chunks in the folder if they were done with the same options.
-
-        Returns True if there are chunks done with others, which the first `append` will replace.
-        """
-        assert self._stage == "opened", self._stage
-        self._stage = "begun"
-        record = self.path("record")
-        if self.read_json("options.json") != options:
-            self._new_options = options
-            return record.exists() and record.stat().st_size > 0
+    def chunks(self, options: dict[str, Any]) -> Chunks:
+        """The chunks of this run, after those in the folder that were done with these options."""
+        is_same = self.read_json("options.json") == options
 
         # A run that stopped between two renames of publishing: its ids are the .bin already.
-        published = file_of(self.prefix, ".bin")
-        interrupted = published.exists() and not file_of(self.prefix, ".idx").exists()
-        if interrupted and record.exists() and not self.path("ids").exists():
-            os.replace(published, self.path("ids"))
-        for name in self._sizes:
-            self.path(name).touch()
-        return False
+        ids, published = self.path("ids"), file_of(self.prefix, ".bin")
+        moved = self.holds_chunks() and not ids.exists()
+        if is_same and moved and published.exists() and not file_of(self.prefix, ".idx").exists():
+            os.replace(published, ids)
+        self._chunks = Chunks(self, None if is_same else options)
+        return self._chunks
 
-    def kept(self) -> Iterator[Entry]:
-        """Entries of chunks done before, verified by their checksums; ends at the first bad one.
+    def forget(self) -> None:
+        """Drop the work in the folder: the next run starts over."""
+        for name in ("tokenizer.json", "record"):
+            self.path(name).unlink(missing_ok=True)
+        self._forgotten = True
 
-        Call `accept` for an entry before asking for the next.
+    def publish(self, made: Mapping[str, Path]) -> None:
+        """Rename finished files as `publish_files` does, and delete the folder."""
+        publish_files(self.prefix, made)
+        shutil.rmtree(self.folder)
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Unlock the folder. Remove it if it holds no work; else an error gets a note about it."""
+        if self._chunks is not None:
+            self._chunks.close()
+        if not self._holds_work():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        elif error is not None:
+            error.add_note(self._note(isinstance(error, Exception)))
+        self._lock.close()
+
+    @property
+    def is_useful(self) -> bool:
+        """True if the same command, given again, can continue from what is in the folder."""
+        return self.has_tokenizer or (self._chunks is not None and self._chunks.num_chunks > 0)
+
+    def _note(self, is_fault: bool) -> str:
+        """The note for an error; `is_fault`: not an interruption, so there is a cause to remove."""
+        if not self.is_useful:
+            return f"{self.folder} still holds what an interrupted run has done"
+        command = "the same command without --restart" if self._forgotten else "the same command"
+        if not is_fault:
+            return f"what was done is kept in {self.folder}; {command} goes on"
+        return (
+            f"what was done before is kept in {self.folder}; once that is mended, {command} goes on"
+        )
+
+    def _holds_work(self) -> bool:
+        """True if a run can continue from the folder: with chunks or a tokenizer, of any run."""
+        return self.holds_chunks() or self.path("tokenizer.json").exists()
+
+    def holds_chunks(self) -> bool:
+        """True if the folder has chunks that are done, of any run."""
+        record = self.path("record")
+        return record.exists() and record.stat().st_size > 0
+
+
+class Chunks:
+    """The chunks of one run: first `take` those done before, then `append` others, then `seal`.
+
+    From the first chunk that differs on nothing is taken any more. With `new_options` nothing is,
+    as the folder has chunks done with others, which stay until the first `append`.
+    """
+
+    def __init__(self, folder: Unfinished, new_options: dict[str, Any] | None) -> None:
+        self.num_chunks = 0  # taken and appended
+        self.replaces_others = new_options is not None and folder.holds_chunks()
+        self._folder = folder
+        self._new_options = new_options
+        self._sizes = {"ids": 0, "lengths": 0, "record": 0}  # bytes of these chunks, by file
+        self._appends = False
+        self._streams = {} if new_options is not None else self._open()
+        self._takes = new_options is None
+
+    def take(self, digest: str, with_skipped: bool) -> Entry | None:
+        """Take over the next chunk in the folder; None if it is another or damaged.
+
+        Without `with_skipped`, None also if documents of it were left out.
         """
-        assert self._stage == "begun", self._stage
-        if self._new_options is not None:
-            return
-        with (
-            self.path("record").open("rb") as record,
-            self.path("ids").open("rb") as ids,
-            self.path("lengths").open("rb") as lengths,
+        found = self._read_next() if self._takes else None
+        if (
+            found is None
+            or found.digest != digest
+            or (found.counts.corpus.skipped and not with_skipped)
         ):
-            for line in record:
-                try:
-                    values = json.loads(line)
-                    entry = Entry.from_json(values["entry"])
-                    id_bytes, length_bytes = values["id_bytes"], values["length_bytes"]
-                except (ValueError, KeyError, TypeError):
-                    return
-                if checksum(lengths.read(length_bytes), ids.read(id_bytes)) != entry.checksum:
-                    return
-                self._offered = {"ids": id_bytes, "lengths": length_bytes, "record": len(line)}
-                yield entry
-
-    def accept(self) -> None:
-        """Take over the entry that `kept` gave last."""
-        assert self._stage == "begun", self._stage
-        assert self._offered, "no entry to accept"
+            self._takes = False
+            return None
         self.num_chunks += 1
-        self.is_useful = True
-        for name, size in self._offered.items():
-            self._sizes[name] += size
-        self._offered = {}
+        self._sizes = {name: stream.tell() for name, stream in self._streams.items()}
+        return found
+
+    def _read_next(self) -> Entry | None:
+        """The entry of the next chunk, None if there is none or its checksum differs."""
+        try:
+            values = json.loads(self._streams["record"].readline())
+            entry = Entry.from_json(values["entry"])
+            ids = self._streams["ids"].read(values["id_bytes"])
+            lengths = self._streams["lengths"].read(values["length_bytes"])
+        except (ValueError, KeyError, TypeError):
+            return None
+        return entry if checksum(lengths, ids) == entry.checksum else None
 
     def append(self, encoded: Encoded) -> None:
-        """Add a chunk after the accepted ones; kept chunks that were not accepted are dropped."""
-        if self._stage == "begun":
-            self._open_streams()
-        assert self._stage == "appending", self._stage
+        """Add a chunk after those so far; chunks in the folder that were not taken are dropped."""
+        self._begin_appending()
         line = {
             "entry": encoded.entry.to_json(),
             "id_bytes": len(encoded.ids),
@@ -179,75 +211,36 @@ class Unfinished:
             self._streams[name].write(part)
             self._streams[name].flush()
         self.num_chunks += 1
-        self.is_useful = True
 
-    def seal(self) -> None:
-        """End the files after the last chunk, and wait until they are on disk."""
-        if self._stage == "begun":  # no chunk was appended
-            self._open_streams()
-        assert self._stage == "appending", self._stage
+    def seal(self) -> tuple[Path, Path]:
+        """End the files after the last chunk, on disk; returns those of ids and of lengths."""
+        self._begin_appending()
         for stream in self._streams.values():
             sync(stream)
-            stream.close()
-        self._streams = {}
-        self._stage = "sealed"
+        self.close()
+        return self._folder.path("ids"), self._folder.path("lengths")
 
-    def forget(self) -> None:
-        """Drop the work in the folder: the next run starts over."""
-        for name in ("tokenizer.json", "record"):
-            self.path(name).unlink(missing_ok=True)
-        self._forgotten = True
-
-    def remove(self) -> None:
-        """Delete the folder."""
-        assert self._stage == "sealed", self._stage
-        shutil.rmtree(self.folder)
-
-    def __enter__(self) -> Unfinished:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Unlock the folder. Remove it if it holds no work; else an error gets a note about it."""
+    def close(self) -> None:
+        """Close the files."""
         for stream in self._streams.values():
-            try:
+            with suppress(OSError):  # a full disk: the checksum will not match
                 stream.close()
-            except OSError:  # a full disk: the checksum will not match
-                continue
-        if not self._holds_work():
-            shutil.rmtree(self.folder, ignore_errors=True)
-        elif error is not None:
-            error.add_note(self._note(isinstance(error, Exception)))
-        self._lock.close()
 
-    def _note(self, is_fault: bool) -> str:
-        """The note for an error; `is_fault`: not an interruption, so there is a cause to remove."""
-        if not self.is_useful:
-            return f"{self.folder} still holds what an interrupted run has done"
-        command = "the same command without --restart" if self._forgotten else "the same command"
-        if not is_fault:
-            return f"what was done is kept in {self.folder}; {command} goes on"
-        return (
-            f"what was done before is kept in {self.folder}; once that is mended, {command} goes on"
-        )
-
-    def _holds_work(self) -> bool:
-        """True if a run can continue from the folder: with chunks or a tokenizer, of any run."""
-        record = self.path("record")
-        done = record.exists() and record.stat().st_size > 0
-        return done or self.path("tokenizer.json").exists()
-
-    def _open_streams(self) -> None:
-        """Open the files for appending after the accepted chunks; drop all that follows those."""
+    def _begin_appending(self) -> None:
+        """Once: drop all that follows the chunks taken, so that others can be written there."""
+        if self._appends:
+            return
         if self._new_options is not None:
             for name in ("record", "ids", "lengths"):  # the record, which claims the rest, first
-                self.path(name).unlink(missing_ok=True)
-            self.write_json("options.json", self._new_options)
-            for name in self._sizes:
-                self.path(name).touch()
+                self._folder.path(name).unlink(missing_ok=True)
+            self._folder.write_json("options.json", self._new_options)
+            self._streams = self._open()
+        for name, stream in self._streams.items():
+            stream.truncate(self._sizes[name])
+            stream.seek(self._sizes[name])
+        self._appends, self._takes = True, False
 
-        for name, size in self._sizes.items():
-            stream = self.path(name).open("r+b")
-            stream.truncate(size)
-            stream.seek(size)
-            self._streams[name] = stream
-        self._stage = "appending"
+    def _open(self) -> dict[str, IO[bytes]]:
+        for name in self._sizes:
+            self._folder.path(name).touch()
+        return {name: self._folder.path(name).open("r+b") for name in self._sizes}

@@ -177,7 +177,7 @@ def test_progress_is_shown_on_a_terminal_only(source: Path, tmp_path: Path) -> N
 def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
     source: Path, tmp_path: Path, number: int
 ) -> None:
-    """The source is a pipe that the test holds open, so that the command waits in the middle."""
+    """A part of the source is a pipe without a writer, so that the command waits in the middle."""
     train(source, tmp_path / "t.model")
     pipe = tmp_path / "pipe.jsonl"
     os.mkfifo(pipe)
@@ -195,13 +195,12 @@ def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    with pipe.open("wb") as held:  # opens once the command reads
-        record = Path(f"{out}.unfinished/record")
-        while not (record.exists() and record.stat().st_size):
-            time.sleep(0.01)
-        running.send_signal(number)
-        _, stderr = running.communicate(timeout=300)
-        held.flush()
+    record = Path(f"{out}.unfinished/record")
+    while not (record.exists() and record.stat().st_size):
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, stderr = running.communicate(timeout=300)
     assert running.returncode == 75
     assert stderr == (
         "error: interrupted; no dataset was made\n"

@@ -48,8 +48,8 @@ def test_documents_come_back_each_with_one_end_id(tmp_path: Path, source: str) -
         assert ids == [*tokenizer.encode(text), tokenizer.eos_id]
         assert ids.count(tokenizer.eos_id) == 1
         assert tokenizer.decode(ids) == text
-    assert (report.num_documents, report.num_tokens) == (3, data.num_tokens)
-    assert (report.num_round_trips, report.num_round_trips_exact) == (3, 3)
+    assert (report.sidecar.num_documents, report.sidecar.num_tokens) == (3, data.num_tokens)
+    assert (report.counts.round_trips, report.counts.round_trips_exact) == (3, 3)
 
 
 def test_sidecar_describes_the_dataset(tmp_path: Path, source: str) -> None:
@@ -226,7 +226,7 @@ def test_unknown_text_is_counted_by_its_bytes_and_refused(
     assert f"({share:.2%}), and --max-unknown is 1.00%" in str(caught.value)
     report = prepare(str(path), str(tmp_path / "out"), **options, max_unknown=share + 1e-9)
     assert report.num_kept_documents == 62  # nothing is encoded twice
-    assert (report.unknown_ids, report.unknown_bytes) == (3, unknown_bytes)
+    assert (report.counts.unknown_ids, report.counts.unknown_bytes) == (3, unknown_bytes)
     merge(str(tmp_path / "two"), [str(tmp_path / "out")] * 2)
     for name, times in (("out", 1), ("two", 2)):
         shown = CliRunner().invoke(app, ["inspect", str(tmp_path / name)]).output
@@ -244,7 +244,8 @@ def test_with_byte_fallback_nothing_is_unknown(tmp_path: Path, source: str) -> N
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": CHINESE}))
     given: dict[str, Any] = {"tokenizer": report.tokenizer, "max_unknown": 0}
     again = prepare(str(tmp_path / "b.jsonl"), str(tmp_path / "b"), **given)
-    assert (report.unknown_ids, again.unknown_ids, again.unknown_bytes) == (0, 0, 0)
+    for counts in (report.counts, again.counts):
+        assert (counts.unknown_ids, counts.unknown_bytes) == (0, 0)
 
 
 MEMORY = """

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from megalite.corpus import encode_pool, sources
 from megalite.corpus.documents import CorpusChunk
 from megalite.corpus.encode_pool import EncodePool, Worker
-from megalite.corpus.encoding import EncodeOptions, Encoder
+from megalite.corpus.encoding import Encoder
 from megalite.corpus.prepare import PrepareReport
-from megalite.corpus.unfinished import Unfinished
+from megalite.corpus.unfinished import Chunks, Unfinished
 from megalite.data.indexed import IndexedDataset
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
@@ -71,7 +71,7 @@ def files(prefix: Path) -> list[bytes]:
 @pytest.fixture(scope="module")
 def quiet(work: Path) -> tuple[list[bytes], PrepareReport]:
     report = run(work, work / "quiet")
-    assert report.num_documents == 241
+    assert report.sidecar.num_documents == 241
     return files(work / "quiet"), report
 
 
@@ -81,12 +81,12 @@ def test_any_number_of_workers_makes_the_same_files_and_report(
     for workers in (2, 5):
         report = run(work, tmp_path / "out", num_workers=workers)
         assert files(tmp_path / "out") == quiet[0]
-        assert report.corpus == quiet[1].corpus
-        assert report.num_round_trips == report.num_round_trips_exact > 0
-    assert report.corpus.skipped.total() == 4 * len(BAD)
-    assert report.corpus.skipped["missing key 'text'"] == 4
-    assert report.corpus.places[0] == f"{work}/in/a.jsonl:6: broken JSON"
-    assert report.corpus.noticed["CRLF line ends"] > 100
+        assert report.counts.corpus == quiet[1].counts.corpus
+        assert report.counts.round_trips == report.counts.round_trips_exact > 0
+    assert report.counts.corpus.skipped.total() == 4 * len(BAD)
+    assert report.counts.corpus.skipped["missing key 'text'"] == 4
+    assert report.counts.corpus.places[0] == f"{work}/in/a.jsonl:6: broken JSON"
+    assert report.counts.corpus.noticed["CRLF line ends"] > 100
 
 
 @settings(deadline=None, derandomize=True, max_examples=12)  # each one waits for the disk
@@ -133,8 +133,8 @@ def test_a_limit_of_bytes_cuts_alike_at_any_number_of_workers(
 ) -> None:
     limit = 9000
     report = run(work, tmp_path / "out", num_workers=workers, max_bytes=limit)
-    assert report.corpus.reached_max_bytes
-    assert limit - 4 < report.text_bytes <= limit
+    assert report.counts.corpus.reached_max_bytes
+    assert limit - 4 < report.sidecar.source.text_bytes <= limit
     cut = IndexedDataset(tmp_path / "out")
     part = cut.read(0, cut.num_tokens)
     whole = IndexedDataset(work / "quiet").read(0, cut.num_tokens)
@@ -150,17 +150,17 @@ def test_the_first_bad_document_in_order_is_the_one_told(
         run(work, tmp_path / "out", num_workers=workers, policy="fail")
     assert not list(tmp_path.iterdir())
     report = run(work, tmp_path / "out", num_workers=workers, policy="fail", max_bytes=50)
-    assert report.corpus.reached_max_bytes  # before that line
+    assert report.counts.corpus.reached_max_bytes  # before that line
 
 
 INTERRUPT = """
 import os, sys
 from megalite.corpus import prepare as module, sources
 from megalite.corpus.corpus import open_corpus
-from megalite.corpus.unfinished import Unfinished
+from megalite.corpus.unfinished import Chunks
 sources.CHUNK_BYTES = 1500
 where, calls, number, workers = sys.argv[1], *map(int, sys.argv[2:5])
-owner = os if where == "replace" else Unfinished
+owner = os if where == "replace" else Chunks
 before = getattr(owner, where)
 def counted(*arguments):
     global calls
@@ -203,21 +203,21 @@ def test_an_interrupted_run_leaves_nothing_loadable_and_continues(
     report = run(work, out, num_workers=2)
     assert report.num_kept_documents > 0
     assert files(out) == quiet[0]
-    assert report.corpus == quiet[1].corpus
+    assert report.counts.corpus == quiet[1].counts.corpus
     assert not Path(f"{out}.unfinished").exists()
 
 
 def interrupt(work: Path, out: Path, chunks: int, **options: Any) -> None:
     """Run until so many chunks are done, in this process."""
-    before = Unfinished.append
+    before = Chunks.append
 
-    def append(self: Unfinished, encoded: Any) -> None:
+    def append(self: Chunks, encoded: Any) -> None:
         if self.num_chunks == chunks:
             raise KeyboardInterrupt
         before(self, encoded)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unfinished, "append", append)
+        patch.setattr(Chunks, "append", append)
         with pytest.raises(KeyboardInterrupt):
             run(work, out, **options)
 
@@ -247,7 +247,7 @@ def test_damage_to_what_was_kept_never_reaches_the_result(
         path.write_bytes(content[:place] if cut else content)
         report = run(work, out)
     assert files(out) == quiet[0]
-    assert report.corpus == quiet[1].corpus
+    assert report.counts.corpus == quiet[1].counts.corpus
 
 
 def test_kept_parts_are_used_only_as_far_as_the_source_is_the_same(
@@ -319,7 +319,7 @@ def test_the_first_documents_are_checked_wherever_they_are(work: Path, tmp_path:
     given: dict[str, Any] = {"tokenizer": str(work / "t.model"), "policy": "skip"}
     for workers in (1, 2):
         report = prepare(str(source), str(tmp_path / "out"), num_workers=workers, **given)
-        assert report.num_round_trips == report.num_round_trips_exact == 9
+        assert report.counts.round_trips == report.counts.round_trips_exact == 9
 
 
 def test_other_options_start_over(work: Path, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_a_mended_document_is_all_that_is_done_again(work: Path, tmp_path: Path)
     source.write_bytes(good * 511)
     report = prepare(str(source), str(tmp_path / "out"), **options)
     assert 400 < report.num_kept_documents <= 500
-    assert report.num_documents == 511
+    assert report.sidecar.num_documents == 511
 
 
 def test_a_trained_tokenizer_is_kept_and_a_changed_source_found_out(
@@ -417,15 +417,25 @@ def test_two_runs_for_one_dataset_at_once_are_refused(work: Path, tmp_path: Path
         run(work, tmp_path / "out")
 
 
-def test_calls_out_of_order_are_refused(tmp_path: Path) -> None:
+def test_nothing_is_taken_behind_a_chunk_that_differs(work: Path, tmp_path: Path) -> None:
+    interrupt(work, tmp_path / "out", 9)
     with Unfinished(tmp_path / "out") as unfinished:
-        for call in (unfinished.accept, unfinished.seal, unfinished.remove):
-            with pytest.raises(AssertionError):
-                call()
-        unfinished.begin({})
-        unfinished.seal()
-        with pytest.raises(AssertionError):
-            unfinished.begin({})
+        options = unfinished.read_json("options.json")
+        assert options is not None
+        digests = [
+            json.loads(line)["entry"]["digest"]
+            for line in unfinished.path("record").read_bytes().splitlines()
+        ]
+        chunks = unfinished.chunks(options)
+        first = chunks.take(digests[0], with_skipped=True)
+        assert first is not None
+        assert first.digest == digests[0]
+        assert chunks.take(digests[2], with_skipped=True) is None
+        assert chunks.take(digests[1], with_skipped=True) is None
+        assert chunks.num_chunks == 1
+        ids, _ = chunks.seal()
+        assert ids.stat().st_size == 2 * first.counts.num_tokens
+    assert run(work, tmp_path / "out").num_kept_documents == first.counts.corpus.num_documents
 
 
 def test_a_killed_worker_is_an_error_that_names_the_place(
@@ -448,7 +458,7 @@ def test_a_killed_worker_is_an_error_that_names_the_place(
 
 def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded by what is under way, in chunks and in bytes."""
-    encoder = Encoder(Tokenizer(work / "t.model"), EncodeOptions("text", "skip"))
+    encoder = Encoder(Tokenizer(work / "t.model"), "text", "skip")
     given_out = 0
 
     def chunks() -> Iterator[CorpusChunk]:
@@ -463,13 +473,13 @@ def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.Monkey
         with EncodePool(encoder, 2) as pool:
             for done, (chunk, encoded) in enumerate(pool.encode(chunks(), False)):
                 assert chunk.first == 50 * done + 1
-                assert encoded.entry.report.num_documents == 50
+                assert encoded.entry.counts.corpus.num_documents == 50
                 assert given_out - done <= most
 
 
 def test_a_run_without_workers_leaves_no_process(work: Path) -> None:
     """Workers end with the run that started them, however that ended: their input ends."""
-    encoder = Encoder(Tokenizer(work / "t.model"), EncodeOptions("text", "skip"))
+    encoder = Encoder(Tokenizer(work / "t.model"), "text", "skip")
     worker = Worker(encoder)
     worker._to.close()
     assert worker._process.wait(60) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -53,16 +54,22 @@ def test_chunks_hold_every_line_with_its_number(
     assert all(chunk.payload.endswith(b"\n") for chunk in chunks[:-1])
 
 
-def test_a_chunk_survives_its_header() -> None:
+def test_a_digest_covers_content_places_and_faults() -> None:
     faults = {2: Fault("null"), 1: Fault("missing key", "x", "it has 'y'")}
-    chunk = CorpusChunk("texts", b"ab", "", 1, (1, 0, 0, 1), ("a", "b", "c", "d"), faults, 7)
-    header = json.loads(json.dumps(chunk.header()))
-    assert header["faults"] == [[1, "missing key", "x", "it has 'y'"], [2, "null", None, ""]]
-    copied = CorpusChunk.from_header(header, chunk.payload)
+    places = ("a", "b", "c", "d")
+    chunk = CorpusChunk("texts", b"ab", "", 1, (1, 0, 0, 1), places, faults, 7)
     found = [(0, "a", None), (1, "", faults[1]), (2, "", faults[2]), (3, "b", None)]
-    assert list(parse(copied, "text")) == found
-    assert copied.digest() == chunk.digest()
-    assert chunk.digest() != CorpusChunk("texts", b"ab", "", 1, (2, 0, 0), ("a", "b", "c")).digest()
+    assert list(parse(chunk, "text")) == found
+    assert chunk.digest() == replace(chunk, source_bytes=8).digest()
+    others = [
+        replace(chunk, payload=b"aa"),
+        replace(chunk, sizes=(2, 0, 0, 0)),
+        replace(chunk, places=("a", "b", "c", "e")),
+        replace(chunk, faults={2: Fault("null"), 1: Fault("missing key", "x")}),
+        replace(chunk, first=2),
+        replace(chunk, kind="lines"),
+    ]
+    assert len({chunk.digest(), *(other.digest() for other in others)}) == 7
 
 
 RECORDS = [{"text": f"text {n} \u00e9"} for n in range(300)]

@@ -111,22 +111,24 @@ app.command()(merge)
 
 def summary(report: PrepareReport) -> list[str]:
     """Lines about the dataset that was made, the documents left out, and the time it took."""
-    rate = report.text_bytes / 1e6 / max(report.encode_s, 1e-9)
+    made, counts = report.sidecar, report.counts
+    text_bytes = made.source.text_bytes
+    rate = text_bytes / 1e6 / max(report.encode_s, 1e-9)
     lines = [
-        f"source     {report.source}",
-        f"documents  {report.num_documents:,} ({report.text_bytes:,} bytes of text)",
-        *left_out(report.corpus),
-        f"tokenizer  {report.tokenizer} ({report.vocab_size:,} entries)",
+        f"source     {made.source.description}",
+        f"documents  {made.num_documents:,} ({text_bytes:,} bytes of text)",
+        *left_out(counts.corpus),
+        f"tokenizer  {report.tokenizer} ({made.vocab_size:,} entries)",
     ]
     if report.training is not None:
         lines += training(report.training)
     lines += [
-        f"tokens     {report.num_tokens:,} ({report.dtype}, "
-        f"{report.text_bytes / report.num_tokens:.2f} bytes a token)",
-        unknown(report.unknown_ids, report.unknown_bytes, report.text_bytes),
-        f"round trip {report.num_round_trips_exact} of the first {report.num_round_trips} "
+        f"tokens     {made.num_tokens:,} ({made.dtype}, "
+        f"{text_bytes / made.num_tokens:.2f} bytes a token)",
+        unknown(counts.unknown_ids, counts.unknown_bytes, text_bytes),
+        f"round trip {counts.round_trips_exact} of the first {counts.round_trips} "
         "documents decode to their exact text",
-        *([f"           {report.first_change}"] if report.first_change else []),
+        *([f"           {counts.first_change}"] if counts.first_change else []),
         f"seconds    {report.train_s:.1f} training, {report.encode_s:.1f} encoding "
         f"({rate:.2f} MB/s, {report.num_workers} workers)",
     ]
