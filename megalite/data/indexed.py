@@ -79,9 +79,11 @@ class IndexedDataset:
         self.bin_path = file_of(prefix, ".bin")
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
+                remedy = "check the prefix, or make it with `megalite data prepare`"
+                if self.prefix.suffix in (".bin", ".idx"):
+                    remedy = f"write {str(self.prefix.with_suffix(''))!r}"
                 raise DataError(
-                    f"{path}: no such file; a dataset is PREFIX.bin and PREFIX.idx: "
-                    "check the prefix, or make it with `megalite data prepare`"
+                    f"{path}: no such file; a dataset is PREFIX.bin and PREFIX.idx: {remedy}"
                 )
         self._read_header()
         self._map_index()

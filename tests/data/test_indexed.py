@@ -194,6 +194,14 @@ def test_missing_file_is_named(make: Callable[..., Path], suffix: str) -> None:
         IndexedDataset(prefix)
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_prefix_given_with_a_suffix_is_refused_with_the_prefix(
+    tmp_path: Path, suffix: str
+) -> None:
+    with pytest.raises(DataError, match=rf"PREFIX\.idx: write '{tmp_path}/data'"):
+        IndexedDataset(tmp_path / f"data{suffix}")
+
+
 def test_dataset_without_documents_opens(make: Callable[..., Path]) -> None:
     data = IndexedDataset(make([]))
     assert (data.num_sequences, data.num_documents, data.num_tokens) == (0, 0, 0)
