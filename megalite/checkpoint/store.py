@@ -1,15 +1,17 @@
-"""Changes of a folder of checkpoints: publishing, the `latest` pointer, leftovers, retention.
+"""Changes of a folder of checkpoints: publishing, the `latest` pointer, leftovers, deletion.
 
 names.py has the names. Does not look at tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from megalite.checkpoint.disk import Disk
-from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.names import LATEST, REPLACED, TMP, TRASH, list_steps, step_name
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.names import LATEST, REPLACED, TMP, TRASH, step_name
 from megalite.errors import CheckpointError
 
 
@@ -21,14 +23,16 @@ def temporary_path(root: Path, step: int, attempt: str) -> Path:
 def remove_leftovers(root: Path, disk: Disk) -> None:
     """Remove what interrupted saves and deletions left. Call it only while nothing is being saved.
 
-    A checkpoint that was moved aside and never replaced gets its name back.
+    A checkpoint that was moved aside and never replaced gets its name back. What cannot be removed
+    stays: it is in nobody's way.
     """
     for path in sorted(root.iterdir()):
         final = root / path.name.removeprefix(REPLACED)
         if path.name.startswith(REPLACED) and not final.exists():
             disk.rename(path, final)
         elif path.name.startswith((TMP, TRASH, REPLACED)):
-            disk.remove(path)
+            with contextlib.suppress(OSError):
+                disk.remove(path)
 
 
 def publish(root: Path, step: int, written: Path, disk: Disk) -> Path:
@@ -79,55 +83,16 @@ def check_sizes(directory: Path, manifest: Manifest, names: list[str]) -> None:
             raise CheckpointError(f"{path} has {size_bytes} bytes, the manifest says {wanted}")
 
 
-def prune(root: Path, keep: int, saved_step: int, disk: Disk | None = None) -> list[int]:
-    """Delete old checkpoints, keeping `keep` including the one just saved; returns steps deleted.
-
-    One rank calls it, after `save` returned. Only complete checkpoints (the manifest can be read,
-    files have their size) are counted and kept; steps above `saved_step` are of another branch of
-    the run and stay. Raises CheckpointError if the saved one does not exist, and OSError.
-    """
-    assert keep >= 1, "keep counts the checkpoint just saved"
-    older = [(step, path) for step, path in list_steps(root) if step <= saved_step]
-    if not older or older[-1][0] != saved_step:
-        raise CheckpointError(f"{root / step_name(saved_step)} is not there; nothing is deleted")
-    complete = [step for step, path in older[:-1] if _is_complete(path)]
-    first_kept = max(0, len(complete) - (keep - 1))  # the last keep - 1; none for keep = 1
-    kept = {saved_step, *complete[first_kept:]}
-    deleted = [(step, path) for step, path in older if step not in kept]
-    for _, path in deleted:
-        _delete(path, disk or Disk())
-    return [step for step, _ in deleted]
-
-
-def discard_after(root: Path, step: int, disk: Disk | None = None) -> list[int]:
-    """Delete every checkpoint above `step`; a run that was rolled back must not resume from them.
-
-    One rank calls it. Returns the steps deleted, newest first. Raises OSError.
-    """
-    disk = disk or Disk()
-    steps = list_steps(root)
-    kept = [path for found, path in steps if found <= step]
-    deleted = [(found, path) for found, path in reversed(steps) if found > step]
-    for _, path in deleted:
-        _delete(path, disk)
-    if deleted and kept:
-        write_latest(root, kept[-1], disk)
-    return [found for found, _ in deleted]
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        manifest = read_manifest(path)
-        check_sizes(path, manifest, list(manifest.files))
-    except CheckpointError:
-        return False
-    return True
-
-
-def _delete(path: Path, disk: Disk) -> None:
-    # Renamed first: an interrupted deletion must not look like a damaged checkpoint.
-    trash = path.with_name(f"{TRASH}{path.name}")
-    if trash.exists():
-        disk.remove(trash)
-    disk.rename(path, trash)
-    disk.remove(trash)
+def delete(root: Path, checkpoints: Iterable[Path], disk: Disk) -> None:
+    """Delete checkpoints of `root`. One rank calls it, once newer ones are safe. Raises OSError."""
+    # All are renamed first: an interrupted deletion must not look like a damaged checkpoint, also
+    # after a loss of power.
+    trash = []
+    for path in checkpoints:
+        trash.append(path.with_name(f"{TRASH}{path.name}"))
+        disk.remove(trash[-1])
+        disk.rename(path, trash[-1])
+    if trash:
+        disk.sync_dir(root)
+    for path in trash:
+        disk.remove(path)

@@ -17,6 +17,7 @@ from megalite.config import RunConfig
 from megalite.config.names import number_of
 from megalite.layout.topology import Topology
 from megalite.planner import RankMemory, beside_tensors, microbatch_bytes, rank_memory
+from megalite.planner.storage import checkpoint_bytes, storage_bytes, storage_line
 from megalite.run.batch_plan import batch_plan
 from megalite.run.hardware import Hardware, number_format, peak_of
 from megalite.run.model_math import parameter_counts, training_flops
@@ -135,6 +136,7 @@ def make_report(path: str, overrides: Sequence[str], gpus: int | None = None) ->
 def report_lines(report: Report, device: Hardware | None) -> Iterator[str]:
     """The lines of a report; with a device also its memory and the least time of a step."""
     yield from _run_lines(report)
+    yield f"checkpoints  {storage_line(report.config, report.config.train.steps)}"
     yield ""
     yield from stage_lines(report.plan)
     yield ""
@@ -266,6 +268,8 @@ def report_values(report: Report, device: Hardware | None) -> dict[str, Any]:
             for memory in report.ranks
         ],
         "process_bytes": report.most_bytes,
+        "checkpoint_bytes": checkpoint_bytes(config),
+        "most_checkpoint_bytes": storage_bytes(config, config.train.steps),
         "device": None if device is None else device.name,
         "fits": None if device is None else report.fits(device),
         "least_step_s": step_s,

@@ -144,7 +144,7 @@ EFFECTS: tuple[Effect, ...] = (
         "log.wandb.project is not set; remove it or set log.wandb.project",
     ),
     Effect(
-        ("eval.weights", "eval.sets", "eval.batches"),
+        ("eval.weights", "eval.sets", "eval.batches", "checkpoint.keep_best"),
         lambda c: c.eval.interval > 0,
         "eval.interval=0 never evaluates; remove it or set eval.interval",
     ),
@@ -180,7 +180,8 @@ def without_effect(config: RunConfig) -> dict[str, str]:
 
 _UNREACHED = {
     "eval.interval": "evaluated at the end only",
-    "checkpoint.interval": "saved at the end and on a signal only",
+    "checkpoint.interval": "no save by steps",
+    "checkpoint.keep_every": "no checkpoint stays by it",
     "log.interval": "only the last step has a line here",
     "log.param_stats_interval": "nothing is measured",
 }

@@ -69,6 +69,7 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     yield from _repeated("data.sources", [source.name for source in found])
     yield from _weights(found)
     yield from _evaluation(data, config.eval)
+    yield from _best(config)
 
 
 def dataset_paths(config: RunConfig) -> list[tuple[str, str]]:
@@ -132,6 +133,17 @@ def _evaluation(data: DataConfig, evaluation: EvalConfig) -> Iterator[str]:
         yield (
             f"eval.interval={evaluation.interval} needs validation tokens, but data.split gives 0; "
             "use for example data.split=[0.98, 0.02], a set in eval.sets, or eval.interval=0"
+        )
+
+
+def _best(config: RunConfig) -> Iterator[str]:
+    """A line if the set by which the best checkpoint is kept is not evaluated during the run."""
+    name = config.checkpoint.keep_best
+    sets = [*split_set_names(config.data, SPLIT_NAMES[1]), *(s.name for s in config.eval.sets)]
+    if name is not None and config.eval.interval and name not in sets:
+        yield (
+            f"checkpoint.keep_best={name} is not evaluated during the run; use "
+            f"{' or '.join(sets) or 'a set of eval.sets'}"
         )
 
 

@@ -26,6 +26,7 @@ from megalite.config.explain import explain, split_location
 from megalite.config.frameworks import find_foreign
 from megalite.config.names import (
     Key,
+    default_of,
     flag_problem,
     keys,
     nearest_section,
@@ -309,7 +310,9 @@ def _finish(draft: _Draft) -> LoadedConfig:
         stand_ins = [_stand_in(draft.values, wrong, which) for which in (0, -1)]
         made = tuple(LoadedConfig(one, origins) for one in stand_ins if one is not None)
         raise InvalidSettings(draft.problems, frozenset(wrong), made)
-    return LoadedConfig(config, origins)
+    # Some settings follow from others that are written, as train.steps does from train.tokens.
+    derived = [n for n in keys() if value_of(config, n) != default_of(config, n)]
+    return LoadedConfig(config, origins | {n: DERIVED for n in derived if origins[n] == DEFAULT})
 
 
 def _validated(values: dict[str, Any]) -> RunConfig:

@@ -311,13 +311,29 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoint interval, and the state that a run starts from."""
+    """When a run saves, which checkpoints stay, and the state that a run starts from.
 
-    # steps; 0: only at the end and on a signal; past the end: reported at the start
+    It saves by the first of both intervals that is due, at the end and on a signal.
+    """
+
+    # steps; 0: not by steps, and if 0 is written, by time only where interval_s is, too; past the
+    # end: reported at the start
     interval: int = Field(default=0, ge=0)
+    interval_s: float = Field(default=1800.0, ge=0)  # seconds since the last save; 0: not by time
+    keep: int = Field(default=3, ge=1)  # newest checkpoints that stay
+    keep_every: int = Field(default=0, ge=0)  # of each so many steps the first stays, too; 0: off
+    # a validation set: a save before each evaluation, of which the lowest loss of it stays, too
+    keep_best: str | None = Field(default=None, min_length=1)
     resume: Literal["auto", "never", "must"] = "auto"
     # run or checkpoint folder whose weights a new run starts from, with a fresh optimizer
     load_weights: PathText | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_interval_is_none_by_time(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("interval") == 0:
+            return {"interval_s": 0.0, **values}
+        return values
 
 
 class WandbConfig(Section):

@@ -57,7 +57,7 @@ def _chunk_states(config: RunConfig, chunk: ModelStage) -> States:
     # AdamW has two moments of an element, Muon one; a rank has them for the elements it owns.
     stored = plans[-1].stop if plans else 0
     beside = wide * ((width != wide) + (optimizer.ema_decay is not None))
-    moment, owned_bytes = _moment_bytes(optimizer, wide), 0
+    moment, owned_bytes = moment_bytes(optimizer, wide), 0
     for plan in plans:
         owned = (plan.stop - plan.start) // items[plan.items[0]].num_owners
         owned_bytes += owned * (beside + moment * (1 if plan.whole else 2))
@@ -65,6 +65,6 @@ def _chunk_states(config: RunConfig, chunk: ModelStage) -> States:
     return States(num_parameters, width * stored, wide * stored, owned_bytes)
 
 
-def _moment_bytes(optimizer: OptimizerConfig, wide: int) -> int:
+def moment_bytes(optimizer: OptimizerConfig, wide: int) -> int:
     """Bytes of an element of a moment; "float32" stands for the main gradients' type."""
     return wide if optimizer.moment_dtype == "float32" else BYTES[optimizer.moment_dtype]

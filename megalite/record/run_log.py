@@ -61,9 +61,9 @@ class RunLog:
         """A line for the console and log.txt."""
         self._console.print(line)
 
-    def has(self, kind: str, step: int) -> bool:
-        """True if this or an earlier attempt wrote a line of this kind for a step."""
-        return self._recorder is not None and self._recorder.has(kind, step)
+    def evaluations(self, step: int) -> dict[str, float]:
+        """The losses of validation sets that this or an earlier attempt wrote for a step."""
+        return {} if self._recorder is None else self._recorder.evaluations(step)
 
     def step(self, line: dict[str, Any], skipped: bool, done: int) -> None:
         """A step's record; `done` is how far the run is on its progress bar."""

@@ -77,6 +77,7 @@ class StepEdge:
     loss: float  # cross entropy, with label smoothing where it is asked for
     z_loss: float
     signalled: bool  # some rank has had a signal
+    save_due: bool  # by the time since the last save, as rank 0 has it
     wall_s: float  # from the last step's end to this one's; mean over ranks, as the parts are
     parts_s: dict[str, float]
 

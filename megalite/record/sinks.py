@@ -47,10 +47,11 @@ class Recorder:
         for sink in list(self._sinks):
             self._guarded(sink, partial(sink.write, record))
 
-    def has(self, kind: str, step: int) -> bool:
-        """True if the record has a line of this kind for a step, of any attempt."""
+    def evaluations(self, step: int) -> dict[str, float]:
+        """The loss of each validation set after a step, as the last attempt that had it wrote."""
         lines = read_lines(self._file.path).sound
-        return any(line["kind"] == kind and line.get("step") == step for line in lines)
+        evals = [line for line in lines if line["kind"] == "eval" and line["step"] == step]
+        return {str(line.get("name", "validation")): line["loss"] for line in evals}
 
     def close(self, exit_code: int) -> None:
         self._file.close()

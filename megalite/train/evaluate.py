@@ -51,12 +51,14 @@ class Evaluations:
     def is_missing(self) -> bool:
         """True if the evaluation of this step is due and no earlier attempt wrote it.
 
-        Rank 0 reads its record; all ranks call it.
+        Its losses are taken up if one did. Rank 0 reads its record; all ranks call it.
         """
         if not self.is_due:
             return False
-        mine = self._log.has("eval", self._at.step)
-        written: bool = comm.broadcast_object(mine, self._engine.mesh.world)
+        mine = self._log.evaluations(self._at.step)
+        written: dict[str, float] = comm.broadcast_object(mine, self._engine.mesh.world)
+        for name, loss in written.items():
+            self._at.rate(name, loss)
         return not written
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -71,6 +73,7 @@ class Evaluations:
             return False
         for result in results:
             self._log.evaluation(self._at.step, result.name, result.loss, result.tokens)
+            self._at.rate(result.name, result.loss)
         return True
 
 

@@ -32,6 +32,7 @@ from megalite.errors import EXIT_SAVED, exit_code
 from megalite.optim.distributed_optimizer import StepResult
 from megalite.optim.lr_schedule import learning_rate
 from megalite.optim.norm import NonFiniteGradientError
+from megalite.planner.storage import storage_line
 from megalite.process.signals import SignalFlag
 from megalite.record.console import Console
 from megalite.record.metrics import describe_device, memory_peak_bytes
@@ -50,6 +51,7 @@ from megalite.train.pipeline_trace import save_trace
 from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike
 from megalite.train.position import Position
 from megalite.train.resume import resume
+from megalite.train.retention import Retention
 from megalite.train.run_data import describe_data, open_data, require_same_data
 from megalite.train.weights import load_weights
 
@@ -90,6 +92,8 @@ class Trainer:
         self.stats = ParamStats(self.engine.optimizer, mesh, config.log.param_stats_interval)
         self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
         self.loader: Loader[list[MicroBatch]] | None = None
+        self.retention = Retention(config, self.log)
+        self._saved_at_s = time.monotonic()
 
     @property
     def step(self) -> int:
@@ -118,18 +122,23 @@ class Trainer:
         State is saved before an evaluation, which may take long. A signal cuts an evaluation short
         or leaves it out; the next attempt makes up for it.
         """
-        at, config = self.at, self.config
+        at, settings = self.at, self.config.checkpoint
+        interval, has_best = settings.interval, settings.keep_best is not None
         self.clock.begin()
         leaving = at.step == stop_at
         if at.step and not leaving and self.evaluations.is_missing():
             leaving = not self._evaluate_if_due(flag)
 
         while at.step < at.total_steps and not leaving:
-            signalled = self._step(flag).signalled
-            leaving = signalled or (at.step == stop_at and not at.is_last)
-            if leaving or at.is_last or at.is_due(config.checkpoint.interval):
+            edge = self._step(flag)
+            leaving = edge.signalled or (at.step == stop_at and not at.is_last)
+            saving = leaving or at.is_last or edge.save_due or at.is_due(interval)
+            saving = saving or (has_best and self.evaluations.is_due)
+            if saving:
                 self._save()
             leaving = leaving or not self._evaluate_if_due(flag)
+            if saving:  # only now is it known how good this one is
+                self._delete_old()
 
         if at.saved_step != at.step:
             self._save()
@@ -182,14 +191,19 @@ class Trainer:
         # Reading the loss synchronises the device: only then can the clock read its marks.
         mine_loss = torch.stack([loss, self.engine.z_loss]).cpu()
         times = self.clock.finish()
-        numbers = [float(flag.raised), times.wall_s, *times.parts_s.values()]
+        numbers = [float(flag.raised), self._save_is_due(), times.wall_s, *times.parts_s.values()]
         mine = torch.cat([mine_loss, torch.tensor(numbers, dtype=torch.float64)])
         total = comm.all_reduce(mine.to(self.mesh.device), self.mesh.world).tolist()
 
-        loss_sum, z_loss, signalled, *seconds = total
+        loss_sum, z_loss, signalled, save_due, *seconds = total
         wall_s, *parts_s = (second / self.mesh.world.size for second in seconds)
         return StepEdge(
-            loss_sum, z_loss, signalled > 0, wall_s, dict(zip(times.parts_s, parts_s, strict=True))
+            loss_sum,
+            z_loss,
+            signalled > 0,
+            save_due > 0,
+            wall_s,
+            dict(zip(times.parts_s, parts_s, strict=True)),
         )
 
     # --- the parts of a step ---------------------------------------------------------------------
@@ -252,6 +266,15 @@ class Trainer:
         mine = torch.tensor([float(flag.raised)], device=self.mesh.device)
         return bool(comm.all_reduce(mine, self.mesh.world, op="max")[0] > 0)
 
+    @property
+    def _elapsed_s(self) -> float:
+        """Seconds since the last save, or since the start."""
+        return time.monotonic() - self._saved_at_s
+
+    def _save_is_due(self) -> bool:
+        """True on rank 0, whose clock decides for all, if checkpoint.interval_s has gone by."""
+        return self.mesh.rank == 0 and 0 < self.config.checkpoint.interval_s <= self._elapsed_s
+
     def _save(self) -> None:
         began = time.perf_counter()
         self.clock.stop()
@@ -261,8 +284,15 @@ class Trainer:
             "kernels": kernel_record(self.engine.ops),
         }
         path = state.save_run(self.engine, self.checkpoints, self.step, kept)
-        self.at.saved_step = self.step
+        self.at.saved_step, self._saved_at_s = self.step, time.monotonic()
         self.log.checkpoint(self.step, path, time.perf_counter() - began)
+        self.clock.begin()
+
+    def _delete_old(self) -> None:
+        """Delete the checkpoints that need not stay now that this step is saved; on rank 0."""
+        self.clock.stop()
+        self.mesh.ledger.phase = "checkpoint"
+        self.retention.clean_up(self.step, self.at.losses)
         self.clock.begin()
 
     # --- begin and end ---------------------------------------------------------------------------
@@ -293,6 +323,8 @@ class Trainer:
             *plain_on_gpu(config, ops, self.mesh.device, self.engine.dtype),
             *describe_data(config, self.data, at.taken(at.step), at.taken(at.total_steps)),
             *unreached(config, at.total_steps),
+            f"checkpoints: {storage_line(config, at.total_steps)}",
+            *self.retention.survey(),
         ]
         self.log.open(at.step, at.total_steps, first, lines)
 

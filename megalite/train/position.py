@@ -6,6 +6,7 @@ weights and moments belong to the engine.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class Position:
         self.skips: Counter[str] = Counter()  # steps without an update so far, by reason
         self.changed: Sequence[Changed] = ()  # differences from the checkpoint resumed from
         self.saved_step: int | None = None
+        self.losses: dict[int, float] = {}  # of checkpoint.keep_best, by step
         self.weights_from: dict[str, str] | None = None  # see origin.py
 
     @property
@@ -50,6 +52,11 @@ class Position:
     def is_due(self, interval: int) -> bool:
         """True after every `interval` steps; never with 0."""
         return interval > 0 and self.step % interval == 0
+
+    def rate(self, name: str, loss: float) -> None:
+        """Take up the loss of a set at this step, if it is the one of checkpoint.keep_best."""
+        if name == self._config.checkpoint.keep_best and math.isfinite(loss):
+            self.losses[self.step] = loss
 
     def tokens_before(self, step: int) -> int:
         """Tokens that the steps before `step` consume."""
@@ -74,6 +81,10 @@ class Position:
             "spikes": self.guard.state(),
             "skips": dict(self.skips),
             RECORD: self.weights_from,
+            "best": {
+                "set": self._config.checkpoint.keep_best,
+                "losses": [list(item) for item in self.losses.items()],
+            },
         }
 
     def restore(self, found: Resumed) -> None:
@@ -89,3 +100,6 @@ class Position:
         self.guard.load(found.saved["spikes"])
         self.skips.update(found.saved["skips"])
         self.weights_from = found.saved.get(RECORD)
+        best = found.saved.get("best", {})
+        if best.get("set") == self._config.checkpoint.keep_best:
+            self.losses = {int(step): float(loss) for step, loss in best.get("losses", [])}

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from megalite.checkpoint.find import find_latest, open_checkpoint
 from megalite.checkpoint.load import load
+from megalite.checkpoint.names import list_steps
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.save import save
+from megalite.checkpoint.store import delete
 from megalite.distributed.agree import Ranks
 from megalite.errors import CheckpointError
 from tests.checkpoint.kit import (
@@ -174,6 +177,50 @@ def test_disk_full_at_each_step_is_everyones_error(tmp_path: Path, old: Path, st
         assert not [n for n in hidden(root) if n.startswith(".tmp-step")], index
         ok(save_globals(root, step, NEW, CUT))
         assert hidden(root) == []
+
+
+def saved_steps(root: Path, *steps: int) -> None:
+    for step in steps:
+        save_whole(root, step, {"w": torch.full((3,), float(step))})
+
+
+def delete_first_two(root: Path, disk: StepDisk) -> None:
+    delete(root, [path for _, path in list_steps(root)[:2]], disk)
+
+
+def test_killed_at_each_step_of_a_deletion(tmp_path: Path) -> None:
+    saved_steps(tmp_path / "old", 1, 2, 3)
+    trial = StepDisk()
+    delete_first_two(shutil.copytree(tmp_path / "old", tmp_path / "trial"), trial)
+    assert [step for step, _ in list_steps(tmp_path / "trial")] == [3]
+    assert hidden(tmp_path / "trial") == []
+    left = set()
+    for index in range(len(trial.log)):
+        root = shutil.copytree(tmp_path / "old", tmp_path / f"killed-{index}")
+        assert in_child(partial(delete_first_two, root, disk_that_kills_at(index))) == -9
+        for _, path in list_steps(root):
+            open_checkpoint(path)
+        steps = tuple(step for step, _ in list_steps(root))
+        left.add(steps)
+        # The next save removes what is left of the deleted ones.
+        saved_steps(root, 4)
+        assert hidden(root) == []
+        assert [step for step, _ in list_steps(root)] == [*steps, 4]
+    assert left == {(1, 2, 3), (2, 3), (3,)}
+
+
+def test_a_leftover_that_cannot_be_removed_fails_no_save(tmp_path: Path) -> None:
+    class Stubborn(StepDisk):
+        def remove(self, path: Path) -> None:
+            if path.name.startswith(".trash-"):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            super().remove(path)
+
+    (tmp_path / ".trash-step-00000001").mkdir(parents=True)
+    save_whole(tmp_path, 2, {"w": torch.ones(3)}, disk=Stubborn())
+    assert hidden(tmp_path) == [".trash-step-00000001"]
+    save_whole(tmp_path, 3, {"w": torch.ones(3)})
+    assert hidden(tmp_path) == []
 
 
 def test_the_message_names_the_rank_and_the_file(tmp_path: Path) -> None:

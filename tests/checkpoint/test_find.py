@@ -16,7 +16,6 @@ from megalite.checkpoint.find import find_checkpoint, find_latest, open_checkpoi
 from megalite.checkpoint.load import load
 from megalite.checkpoint.names import MANIFEST, is_checkpoint, list_steps, step_name
 from megalite.checkpoint.pieces import NamedPiece
-from megalite.checkpoint.store import discard_after, prune
 from megalite.distributed.agree import Ranks
 from megalite.errors import CheckpointError, ConfigError
 from tests.checkpoint.kit import (
@@ -344,37 +343,6 @@ def test_a_planted_pickle_never_runs(
         with pytest.raises(CheckpointError, match=name):
             load(open_checkpoint(path), [target])
     assert not marker.exists()
-
-
-def test_retention_keeps_the_newest_by_number(tmp_path: Path) -> None:
-    save_steps(tmp_path, 8, 9, 10, 100)
-    assert prune(tmp_path, keep=2, saved_step=100) == [8, 9]
-    assert [s for s, _ in list_steps(tmp_path)] == [10, 100]
-    assert prune(tmp_path, keep=2, saved_step=100) == []
-
-
-def test_retention_does_not_count_damaged_ones(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3, 4)
-    (tmp_path / step_name(3) / SHARD).write_bytes(b"")
-    assert prune(tmp_path, keep=2, saved_step=4) == [1, 3]
-    assert [s for s, _ in list_steps(tmp_path)] == [2, 4]
-
-
-def test_retention_never_deletes_the_one_just_saved(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 50, 60, 2)
-    assert prune(tmp_path, keep=1, saved_step=2) == [1]
-    assert [s for s, _ in list_steps(tmp_path)] == [2, 50, 60]
-    with pytest.raises(CheckpointError, match="nothing is deleted"):
-        prune(tmp_path, keep=1, saved_step=55)
-    assert [s for s, _ in list_steps(tmp_path)] == [2, 50, 60]
-
-
-def test_rolling_back_discards_the_future(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 30, 4)
-    assert discard_after(tmp_path, 2) == [30, 4]
-    assert found_step(tmp_path) == 2
-    assert (tmp_path / "latest").read_text() == "step-00000002\n"
-    assert discard_after(tmp_path, 2) == []
 
 
 @pytest.mark.parametrize("kind", ["directory", "link"])

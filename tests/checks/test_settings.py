@@ -376,8 +376,7 @@ def test_what_a_short_run_does_not_reach_is_told_not_refused() -> None:
     assert check_config(short) == []
     assert unreached(short, 6) == [
         "eval.interval=50 is more than the run's 6 steps: evaluated at the end only",
-        "checkpoint.interval=7 is more than the run's 6 steps: saved at the end and on a signal "
-        "only",
+        "checkpoint.interval=7 is more than the run's 6 steps: no save by steps",
         "log.interval=50 is more than the run's 6 steps: only the last step has a line here",
         "train.loss_spike_window=64 is not full before the last of the run's 6 steps: no loss is "
         "judged",

@@ -80,6 +80,7 @@ def make_config(folder: Path, name: str, layout: str = "serial", **changes: Any)
         "data.split": (1.0, 0.0),
         "train.steps": 6,
         "train.global_batch": GLOBAL_BATCH,
+        "checkpoint.keep": 100,  # tests look at many of a run's checkpoints
         **LAYOUTS[layout],
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
