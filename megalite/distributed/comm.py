@@ -1,7 +1,7 @@
 """Raw collectives over one mesh axis, each counted in the ledger. Not differentiable.
 
-Every operation takes an `Axis`; with axis size 1 it moves nothing and returns the same thing. With
-`async_op=True` it returns a `Handle` whose `wait()` gives the result; until then neither input nor
+Every operation takes an `Axis`; with axis size 1 it moves nothing and returns the same thing. Those
+that start one return a `Handle` whose `wait()` gives the result; until then neither input nor
 output may be touched. Non-contiguous tensors are copied in and, where the result belongs in them,
 copied back, so no result is ever left in a temporary. All members must call with equal shapes.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -73,91 +73,71 @@ class Handle:
         return self._result
 
 
-@overload
-def all_reduce(
-    x: Tensor, axis: Axis, op: ReduceOp = "sum", async_op: Literal[False] = False
-) -> Tensor: ...
-@overload
-def all_reduce(
-    x: Tensor, axis: Axis, op: ReduceOp = "sum", *, async_op: Literal[True]
-) -> Handle: ...
-def all_reduce(
-    x: Tensor, axis: Axis, op: ReduceOp = "sum", async_op: bool = False
-) -> Tensor | Handle:
+def all_reduce(x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Tensor:
     """Sum or maximum of `x` over the axis, in place in `x` (also when not contiguous): any shape.
 
     A maximum may lose a NaN. Raises ValueError for another `op`.
     """
+    return start_all_reduce(x, axis, op).wait()
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
+    """Start an `all_reduce`."""
     reduce_op = _reduce_op(op)
     if axis.size == 1 or x.numel() == 0:
-        return Handle(x) if async_op else x
+        return Handle(x)
     _count(axis, "all_reduce", 2 * _ring_share(axis) * _bytes(x))
     with axis.ledger.blocked(axis.name):
         if axis.backend == "gloo" and axis.size * _bytes(x) <= _EXCHANGE_BYTES:
-            handle = _reduce_by_exchange(x, axis, op)
-        else:
-            flat = x if x.is_contiguous() else x.contiguous()
-            work = dist.all_reduce(flat, op=reduce_op, group=axis.group, async_op=True)
-            copy_back = None if flat is x else lambda: _store(x, flat)
-            handle = Handle(x, work, axis, copy_back)
-    return handle if async_op else handle.wait()
+            return _reduce_by_exchange(x, axis, op)
+        flat = x if x.is_contiguous() else x.contiguous()
+        work = dist.all_reduce(flat, op=reduce_op, group=axis.group, async_op=True)
+        return Handle(x, work, axis, None if flat is x else lambda: _store(x, flat))
 
 
-@overload
-def all_gather(x: Tensor, axis: Axis, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def all_gather(x: Tensor, axis: Axis, async_op: Literal[True]) -> Handle: ...
-def all_gather(x: Tensor, axis: Axis, async_op: bool = False) -> Tensor | Handle:
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """The ranks' `x` concatenated on dim 0 in axis order: [t, ...] -> [size * t, ...].
 
     With size 1 the result is `x` itself.
     """
-    if axis.size == 1 or x.numel() == 0:
-        whole = x if axis.size == 1 else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-        return Handle(whole) if async_op else whole
+    return start_all_gather(x, axis).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Handle:
+    """Start an `all_gather`."""
+    if axis.size == 1:
+        return Handle(x)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    handle = _gather(out, x.contiguous(), axis, "all_gather")
-    return handle if async_op else handle.wait()
+    return _gather(out, x.contiguous(), axis) if x.numel() else Handle(out)
 
 
-@overload
-def all_gather_into(flat: Tensor, axis: Axis, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def all_gather_into(flat: Tensor, axis: Axis, async_op: Literal[True]) -> Handle: ...
-def all_gather_into(flat: Tensor, axis: Axis, async_op: bool = False) -> Tensor | Handle:
-    """All-gather in place: my slice of dim 0 of `flat` is sent, the other slices are filled."""
+def start_all_gather_into(flat: Tensor, axis: Axis) -> Handle:
+    """Start an all-gather in place: my slice of dim 0 is sent, the other slices are filled."""
     _require_contiguous(flat, "all_gather_into")
     mine = local_slice(flat, axis)
     if axis.size == 1 or flat.numel() == 0:
-        return Handle(flat) if async_op else flat
-    handle = _gather(flat, mine, axis, "all_gather")
-    return handle if async_op else handle.wait()
+        return Handle(flat)
+    return _gather(flat, mine, axis)
 
 
-@overload
-def reduce_scatter(x: Tensor, axis: Axis, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def reduce_scatter(x: Tensor, axis: Axis, async_op: Literal[True]) -> Handle: ...
-def reduce_scatter(x: Tensor, axis: Axis, async_op: bool = False) -> Tensor | Handle:
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """My slice of dim 0 of the sum of `x` over the axis: [T, ...] -> [T / size, ...]; `x` is kept.
 
     With size 1 the result is `x` itself. Raises ValueError if the size does not divide T.
     """
+    return start_reduce_scatter(x, axis).wait()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Handle:
+    """Start a `reduce_scatter`."""
     if axis.size == 1:
-        return Handle(x) if async_op else x
+        return Handle(x)
     out = torch.empty_like(local_slice(x, axis), memory_format=_ROWS)
-    if x.numel() == 0:
-        return Handle(out) if async_op else out
-    handle = _scatter(out, x.contiguous(), axis)
-    return handle if async_op else handle.wait()
+    return _scatter(out, x.contiguous(), axis) if x.numel() else Handle(out)
 
 
-@overload
-def reduce_scatter_into(flat: Tensor, axis: Axis, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def reduce_scatter_into(flat: Tensor, axis: Axis, async_op: Literal[True]) -> Handle: ...
-def reduce_scatter_into(flat: Tensor, axis: Axis, async_op: bool = False) -> Tensor | Handle:
-    """Reduce-scatter in place: returns my slice of `flat`, a view that now holds the sum.
+def start_reduce_scatter_into(flat: Tensor, axis: Axis) -> Handle:
+    """Start a reduce-scatter in place; the result is my slice of `flat`, which holds the sum.
 
     What the other slices hold afterwards is not defined. Raises ValueError if the size does not
     divide dim 0.
@@ -165,9 +145,8 @@ def reduce_scatter_into(flat: Tensor, axis: Axis, async_op: bool = False) -> Ten
     _require_contiguous(flat, "reduce_scatter_into")
     mine = local_slice(flat, axis)
     if axis.size == 1 or flat.numel() == 0:
-        return Handle(mine) if async_op else mine
-    handle = _scatter(mine, flat, axis)
-    return handle if async_op else handle.wait()
+        return Handle(mine)
+    return _scatter(mine, flat, axis)
 
 
 def all_to_all(
@@ -289,8 +268,8 @@ def local_slice(x: Tensor, axis: Axis) -> Tensor:
 _ROWS = torch.contiguous_format
 
 
-def _gather(out: Tensor, mine: Tensor, axis: Axis, op: str) -> Handle:
-    _count(axis, op, _ring_share(axis) * _bytes(out))
+def _gather(out: Tensor, mine: Tensor, axis: Axis) -> Handle:
+    _count(axis, "all_gather", _ring_share(axis) * _bytes(out))
     with axis.ledger.blocked(axis.name):
         if axis.backend == "gloo" and axis.size > 2 and _bytes(out) <= _EXCHANGE_BYTES:
             sent = mine.reshape(-1).repeat(axis.size)

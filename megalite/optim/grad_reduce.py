@@ -105,5 +105,5 @@ class GradReducer:
             reduce = reduce_scatter_rounded if scatter else RoundedAllReduce
             return reduce(grads, axis, DTYPES[name])
         if scatter:
-            return comm.reduce_scatter_into(grads, axis, async_op=True)
-        return comm.all_reduce(grads, axis, async_op=True)
+            return comm.start_reduce_scatter_into(grads, axis)
+        return comm.start_all_reduce(grads, axis)

@@ -28,7 +28,7 @@ class ParamGather:
         for index in reversed(range(len(self._buffers.buckets))):
             bucket = self._buffers.buckets[index]
             params = self._buffers.params[bucket.start : bucket.stop]
-            self._pending[index] = comm.all_gather_into(params, bucket.axis, async_op=True)
+            self._pending[index] = comm.start_all_gather_into(params, bucket.axis)
 
     def wait_section(self, section: int) -> None:
         """Wait until the parameters of one section of the chunk may be read."""

@@ -73,12 +73,12 @@ class _ColumnLinear(torch.autograd.Function):
         weight_fD = weight.flatten(0, -2)
         scatter = context.sequence_parallel
         # In flight during the two products: the gather during dx, dx's reduction during dW.
-        gather = comm.all_gather(x, context.tp, async_op=True) if scatter else None
+        gather = comm.start_all_gather(x, context.tp) if scatter else None
         reduction = None
         if ctx.needs_input_grad[0]:
-            reduce = comm.reduce_scatter if scatter else comm.all_reduce
+            reduce = comm.start_reduce_scatter if scatter else comm.start_all_reduce
             dx_TD = context.ops.linear_input_grad(dy_Tf, weight_fD)
-            reduction = reduce(dx_TD, context.tp, async_op=True)
+            reduction = reduce(dx_TD, context.tp)
             if not context.overlap:
                 reduction.wait()
         x_TD = x if gather is None else gather.wait()

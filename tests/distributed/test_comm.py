@@ -51,34 +51,28 @@ def collectives(ctx, shape, dtype, strides):
         if not (got.dtype == expected.dtype and torch.equal(got, expected)):
             wrong.append((name, got.shape, expected.shape))
 
-    for async_op in (False, True):
+    def again():
+        return draw(ctx.rank, shape, dtype, strides)
 
-        def result(out):
-            return out.wait() if async_op else out  # noqa: B023
-
-        x = draw(ctx.rank, shape, dtype, strides)
-        assert result(comm.all_reduce(x, axis, async_op=async_op)) is x
-        check("all_reduce", x, total)
-        x = draw(ctx.rank, shape, dtype, strides)
-        result(comm.all_reduce(x, axis, "max", async_op=async_op))
-        check("max", x, top)
-        x = draw(ctx.rank, shape, dtype, strides)
-        check("all_gather", result(comm.all_gather(x, axis, async_op=async_op)), torch.cat(parts))
-        check(
-            "reduce_scatter",
-            result(comm.reduce_scatter(x, axis, async_op=async_op)),
-            total[mine],
-        )
-        check("input kept", x, parts[ctx.rank])
-        flat = x.contiguous().clone()
-        check(
-            "reduce_scatter_into",
-            result(comm.reduce_scatter_into(flat, axis, async_op=async_op)),
-            total[mine],
-        )
-        check("in place", flat[mine], total[mine])
-        result(comm.all_gather_into(flat, axis, async_op=async_op))
-        check("all_gather_into", flat, total)
+    x, y = again(), again()
+    assert comm.all_reduce(x, axis) is x
+    assert comm.start_all_reduce(y, axis).wait() is y
+    check("all_reduce", x, total)
+    check("started all_reduce", y, total)
+    x = again()
+    comm.all_reduce(x, axis, "max")
+    check("max", x, top)
+    x = again()
+    check("all_gather", comm.all_gather(x, axis), torch.cat(parts))
+    check("started all_gather", comm.start_all_gather(x, axis).wait(), torch.cat(parts))
+    check("reduce_scatter", comm.reduce_scatter(x, axis), total[mine])
+    check("started reduce_scatter", comm.start_reduce_scatter(x, axis).wait(), total[mine])
+    check("input kept", x, parts[ctx.rank])
+    flat = x.contiguous().clone()
+    check("reduce_scatter_into", comm.start_reduce_scatter_into(flat, axis).wait(), total[mine])
+    check("in place", flat[mine], total[mine])
+    comm.start_all_gather_into(flat, axis).wait()
+    check("all_gather_into", flat, total)
     for src in range(size):
         x = draw(ctx.rank, shape, dtype, strides)
         check("broadcast", comm.broadcast(x, axis, src), parts[src])
@@ -145,7 +139,7 @@ def many_in_flight(ctx):
     mesh = ctx.mesh(tp=2, dp=2)
     xs = [torch.full((5,), float(ctx.rank + i)) for i in range(6)]
     axes = [mesh.tp, mesh.dp] * 3
-    handles = [comm.all_reduce(x, axis, async_op=True) for x, axis in zip(xs, axes, strict=True)]
+    handles = [comm.start_all_reduce(x, axis) for x, axis in zip(xs, axes, strict=True)]
     for handle in reversed(handles):
         handle.wait()
         handle.wait()
@@ -190,8 +184,8 @@ def everything_once(mesh: Mesh) -> dict[str, dict[str, float]]:
     assert comm.all_reduce(x, mesh.tp).shape == (4, 6)
     assert comm.all_gather(x, mesh.tp).shape == (8, 6)
     assert comm.reduce_scatter(x, mesh.tp).shape == (2, 6)
-    assert comm.all_gather_into(x, mesh.tp).shape == (4, 6)
-    assert comm.reduce_scatter_into(x, mesh.tp).shape == (2, 6)
+    assert comm.start_all_gather_into(x, mesh.tp).wait().shape == (4, 6)
+    assert comm.start_reduce_scatter_into(x, mesh.tp).wait().shape == (2, 6)
     assert comm.broadcast(x, mesh.tp).shape == (4, 6)
     comm.barrier(mesh.dp)
     assert comm.all_reduce(x, mesh.cp) is x
@@ -240,9 +234,9 @@ def test_size_1_moves_nothing_and_counts_nothing() -> None:
     x = torch.arange(6.0).view(2, 3)
     assert comm.all_gather(x, mesh.tp) is x
     assert comm.reduce_scatter(x, mesh.tp) is x
-    assert comm.all_reduce(x, mesh.tp, async_op=True).wait() is x
-    assert comm.all_gather_into(x, mesh.tp) is x
-    assert torch.equal(comm.reduce_scatter_into(x, mesh.tp), x)
+    assert comm.start_all_reduce(x, mesh.tp).wait() is x
+    assert comm.start_all_gather_into(x, mesh.tp).wait() is x
+    assert torch.equal(comm.start_reduce_scatter_into(x, mesh.tp).wait(), x)
     assert comm.broadcast_object({"a": 1}, mesh.world) == {"a": 1}
     assert comm.all_gather_object("a", mesh.world) == ["a"]
     assert comm.gather_object(("a",), mesh.world) == [["a"]]
@@ -256,7 +250,7 @@ def refusals(ctx):
     messages = []
     for call in (
         lambda: comm.reduce_scatter(torch.zeros(3, 2), mesh.tp),
-        lambda: comm.all_gather_into(torch.zeros(4, 2).t(), mesh.tp),
+        lambda: comm.start_all_gather_into(torch.zeros(4, 2).t(), mesh.tp),
         lambda: comm.all_reduce(torch.zeros(2), mesh.tp, cast(Any, "mean")),
     ):
         try:
