@@ -1,4 +1,4 @@
-"""Argument checks, grid sizes and launch options of the Triton launchers. Imports no triton.
+"""Argument checks and grid sizes of the Triton launchers. Imports no triton.
 
 The kernels use plain triton.language: no atomics (results are the same bits on every run), no
 libdevice, no block pointers, no run-time tuning.
@@ -6,23 +6,11 @@ libdevice, no block pointers, no run-time tuning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Contraction to fused multiply-adds is set here, because Triton's default for it changes.
-OPTIONS = {"enable_fp_fusion": True}
-_SIZES = ("block", "rows", "columns", "stages")  # which kernels take as they are
 _PROGRAMS_OFF_GPU = 4  # persistent grids without a GPU (interpreter, ahead-of-time compilation)
-
-
-def launch_options(use: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a launch from a table's entry: sizes in capitals, warps, the options."""
-    sizes = {name.upper(): use[name] for name in _SIZES if name in use}
-    return {**sizes, "num_warps": use["warps"], **OPTIONS}
 
 
 def cdiv(a: int, b: int) -> int:

@@ -145,7 +145,7 @@ def using(kernel: str, changes: Use) -> Iterator[None]:
 
     def choose(name: str, **shape: int | bool) -> Mapping[str, Any]:
         use = tables.choose(name, **shape)
-        return {**use, **changes} if name == kernel else use
+        return tables.prepared({**use, **changes}) if name == kernel else use
 
     with ExitStack() as stack:
         for module in LAUNCHERS:

@@ -14,13 +14,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megalite.kernels.arguments import check_shape
 from megalite.kernels.errors import BackendError
 from megalite.kernels.others.probe import activate_flash, require_flash
+from megalite.kernels.plain.attention import by_documents
 from megalite.kernels.plain.dropout import AttentionDropout
 from megalite.kernels.plain.intervals import check_documents
 
@@ -91,20 +90,20 @@ def _refuse(name: str, drop: AttentionDropout | None) -> None:
 
 def sdpa_mask(
     name: str, cu_seqlens: Sequence[int], window: int | None, device: torch.device
-) -> list[int]:
-    """The number of tokens of each document.
+) -> Sequence[int]:
+    """The boundaries of documents.
 
     There is no sliding window: one that is at least as long as every document has no effect and is
     allowed, others raise BackendError.
     """
     check_documents(cu_seqlens, window)
-    lengths = [stop - start for start, stop in pairwise(cu_seqlens) if stop > start]
-    if window is not None and window < max(lengths, default=0):
+    longest = max((stop - start for start, stop in pairwise(cu_seqlens)), default=0)
+    if window is not None and window < longest:
         raise BackendError(
             f"kernels.attention={name} has no sliding window; got one of {window} tokens in a "
-            f"document of {max(lengths)}; use auto, fa3 or fa4"
+            f"document of {longest}; use auto, fa3 or fa4"
         )
-    return lengths
+    return cu_seqlens
 
 
 def sdpa_attention(
@@ -112,38 +111,22 @@ def sdpa_attention(
     q_TNH: Tensor,
     k_TKH: Tensor,
     v_TKH: Tensor,
-    lengths: list[int],
+    cu_seqlens: Sequence[int],
     drop: AttentionDropout | None = None,
 ) -> Tensor:
     """out[T, N, H]; documents of equal lengths go through one call, others through a call each."""
     _refuse(name, drop)
-    check_shape("attention", (sum(lengths), *q_TNH.shape[1:]), q=q_TNH)
-    if not lengths:
-        return q_TNH.clone()
-    if len(set(lengths)) == 1:
-        return _documents(name, q_TNH, k_TKH, v_TKH, lengths[0])
-    parts = zip(*(x.split(lengths) for x in (q_TNH, k_TKH, v_TKH)), strict=True)
-    return torch.cat([_documents(name, q, k, v, len(q)) for q, k, v in parts])
-
-
-def _documents(name: str, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, length: int) -> Tensor:
-    """Attention of documents of one length, side by side."""
-    heads = (x.unflatten(0, (-1, length)) for x in (q_TNH, k_TKH, v_TKH))
-    q, k, v = (x.transpose(1, 2) for x in heads)
     try:
         with sdpa_kernel(_BACKENDS[name]):
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            return by_documents(q_TNH, k_TKH, v_TKH, cu_seqlens)
     except RuntimeError as error:
         if "available kernel" not in str(error) and "viable backend" not in str(error):
             raise
         raise BackendError(
-            f"kernels.attention={name}: torch's kernel does not take {q.dtype}, "
-            f"{q.shape[1]} query heads and {k.shape[1]} key/value heads of {q.shape[3]} on "
-            f"{q.device} ({error}); use auto"
+            f"kernels.attention={name}: torch's kernel does not take {q_TNH.dtype}, "
+            f"{q_TNH.shape[1]} query heads and {k_TKH.shape[1]} key/value heads of "
+            f"{q_TNH.shape[2]} on {q_TNH.device} ({error}); use auto"
         ) from error
-    return out.transpose(1, 2).reshape(q_TNH.shape)
 
 
 # --- torch's attention over packed documents, by the package that is active ----------------------

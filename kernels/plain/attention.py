@@ -66,8 +66,19 @@ def attention(
     """
     if q_TNH.device.type == "cpu" and q_TNH.dtype in (torch.bfloat16, torch.float16):
         q, k, v = q_TNH.float(), k_TKH.float(), v_TKH.float()
-        return attention(q, k, v, cu_seqlens, window, drop).to(q_TNH.dtype)
+        return by_documents(q, k, v, cu_seqlens, window, drop).to(q_TNH.dtype)
+    return by_documents(q_TNH, k_TKH, v_TKH, cu_seqlens, window, drop)
 
+
+def by_documents(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Sequence[int],
+    window: int | None = None,
+    drop: AttentionDropout | None = None,
+) -> Tensor:
+    """`attention` as torch computes it in the tensors' type; those of 16 bits are slow on CPU."""
     check_documents(cu_seqlens, window)
     if cu_seqlens[-1] != len(q_TNH):
         raise ValueError(

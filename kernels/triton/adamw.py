@@ -23,7 +23,6 @@ from megalite.kernels.arguments import (
     check_float,
     check_same,
     check_shape,
-    launch_options,
     num_programs,
 )
 from megalite.kernels.triton.tables import choose
@@ -156,7 +155,7 @@ def adamw_(
             eps,
             weight_decay,
             LOW=low is not None,
-            **launch_options(use),
+            **use["launch"],
         )
 
 
@@ -180,12 +179,12 @@ def sum_squares(
     use, last = choose("sum_squares"), choose("sum_partials")
     programs = programs or num_programs(x.device, use["programs_per_sm"])
     partial = x.new_empty(programs, dtype=torch.float64)
-    _sum_squares_kernel[(programs,)](x, partial, x.numel(), **launch_options(use))
+    _sum_squares_kernel[(programs,)](x, partial, x.numel(), **use["launch"])
     _sum_partials_kernel[(1,)](
         partial,
         out,
         programs,
         ACCUMULATE=accumulate,
-        **launch_options(last),
+        **last["launch"],
     )
     return out

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import cdiv, check_shape, launch_options, next_power_of_2
+from megalite.kernels.arguments import cdiv, check_shape, next_power_of_2
 from megalite.kernels.plain.intervals import Intervals
 from megalite.kernels.triton.attention_tiles import (
     LOG2_E,
@@ -227,7 +227,7 @@ def attention_delta(o_TNH: Tensor, do_TNH: Tensor, lse_NT: Tensor) -> Tensor:
             N=heads,
             H=head_dim,
             ROWS=rows,
-            **launch_options(use),
+            **use["launch"],
         )
     return stats_2NT
 

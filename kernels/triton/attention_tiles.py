@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     check_float,
     check_same,
     check_shape,
@@ -26,7 +25,7 @@ from megalite.kernels.arguments import (
 )
 from megalite.kernels.plain.intervals import Intervals
 from megalite.kernels.triton.dropout import keep_threshold, mix, row_word, signed_word
-from megalite.kernels.triton.tables import choose
+from megalite.kernels.triton.tables import OPTIONS, choose
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 LOG2_E = 1.4426950408889634

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import cdiv, check_float, launch_options
+from megalite.kernels.arguments import cdiv, check_float
 from megalite.kernels.triton.tables import choose
 
 OUT_TYPES = (
@@ -60,6 +60,6 @@ def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
             scale,
             x.numel(),
             LARGEST=torch.finfo(dtype).max,
-            **launch_options(use),
+            **use["launch"],
         )
     return out

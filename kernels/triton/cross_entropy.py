@@ -25,7 +25,6 @@ from megalite.kernels.arguments import (
     check_float,
     check_last_contiguous,
     check_shape,
-    launch_options,
     vector,
 )
 from megalite.kernels.plain.loss import IGNORE_INDEX, smoothing_share
@@ -216,7 +215,7 @@ def cross_entropy_stats(
             smoothing,
             share,
             SMOOTH=smoothing != 0.0,
-            **launch_options(use),
+            **use["launch"],
         )
     return stats_T3
 
@@ -257,7 +256,7 @@ def cross_entropy_combine(
             BLOCK=use["tokens"],
             LABELS=label_T is not None,
             WEIGHTS=weight_T is not None,
-            **launch_options(use),
+            **use["launch"],
         )
     return loss_T, lse_T
 
@@ -303,7 +302,7 @@ def cross_entropy_grad_(
             smoothing,
             share,
             WEIGHTS=weight_T is not None,
-            **launch_options(use),
+            **use["launch"],
         )
     increment_version(logits_Tv)  # makes autograd refuse a second backward
     return logits_Tv

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import cdiv, check_float, launch_options, rows_readable
+from megalite.kernels.arguments import cdiv, check_float, rows_readable
 from megalite.kernels.plain.dropout import Key
 from megalite.kernels.triton.tables import choose
 
@@ -120,6 +120,6 @@ def dropout(
             *words,
             keep_threshold(p),
             1.0 / (1.0 - p),
-            **launch_options(use),
+            **use["launch"],
         )
     return y_TD, None

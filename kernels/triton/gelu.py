@@ -21,7 +21,6 @@ from megalite.kernels.arguments import (
     check_last_contiguous,
     check_same,
     check_shape,
-    launch_options,
     num_programs,
     rows_readable,
 )
@@ -132,7 +131,7 @@ def gelu(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Te
             columns,
             BIAS=bias_f is not None,
             ERF=erf,
-            **launch_options(use),
+            **use["launch"],
         )
     return a_Tf
 
@@ -175,7 +174,7 @@ def gelu_backward_(
             h_Tf.stride(0),
             BIAS=bias_f is not None,
             ERF=erf,
-            **launch_options(use),
+            **use["launch"],
         )
     return dbias_Pf
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_last_contiguous,
@@ -31,7 +30,7 @@ from megalite.kernels.arguments import (
     rows_readable,
 )
 from megalite.kernels.plain.moe import check_groups
-from megalite.kernels.triton.tables import choose
+from megalite.kernels.triton.tables import OPTIONS, choose
 
 MAX_EXPERTS = 1024
 _TABLE = 8192  # elements of a table that a program holds
@@ -220,7 +219,8 @@ class GroupedTiles:
 
 def default_tiles(kernel: str, dtype: torch.dtype) -> GroupedTiles:
     """The tiles of a kernel ("rows", "weight_grad") from the committed table (`tables`)."""
-    return GroupedTiles(**choose(f"grouped_{kernel}", float32=dtype == torch.float32))
+    use = choose(f"grouped_{kernel}", float32=dtype == torch.float32)
+    return GroupedTiles(use["rows"], use["columns"], use["inner"], use["warps"], use["stages"])
 
 
 def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> Tensor:

@@ -15,18 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import (
-    OPTIONS,
     cdiv,
     check_float,
     check_last_contiguous,
     check_same,
     check_shape,
-    launch_options,
     next_power_of_2,
     rows_readable,
 )
 from megalite.kernels.plain.moe import RowMap, check_experts, check_rows, check_weight
-from megalite.kernels.triton.tables import choose
+from megalite.kernels.triton.tables import OPTIONS, choose
 
 MAX_EXPERTS = 1024
 MAX_COPIES_OF_TOKEN = 64  # loops over a token's copies are unrolled
@@ -302,7 +300,7 @@ def permute(x_TD: Tensor, rows: RowMap) -> Tensor:
             x_TD.stride(0),
             y_RD.stride(0),
             K=copies,
-            **launch_options(use),
+            **use["launch"],
         )
     return y_RD
 
@@ -332,7 +330,7 @@ def unpermute(y_RD: Tensor, rows: RowMap, weight_TK: Tensor | None = None) -> Te
             out_TD.stride(0),
             K=copies,
             WEIGHT=weight_TK is not None,
-            **launch_options(use),
+            **use["launch"],
         )
     return out_TD
 
@@ -369,6 +367,6 @@ def unpermute_grad(
             y_RD.stride(0),
             dy_RD.stride(0),
             K=copies,
-            **launch_options(use),
+            **use["launch"],
         )
     return dy_RD, dweight_TK

@@ -28,7 +28,6 @@ from megalite.kernels.arguments import (
     check_float,
     check_last_contiguous,
     check_shape,
-    launch_options,
     next_power_of_2,
     num_programs,
     rows_readable,
@@ -244,7 +243,7 @@ def column_sum(partial_PD: Tensor, out_D: Tensor | None = None, accumulate: bool
             rows,
             columns,
             ACCUMULATE=accumulate,
-            **launch_options(use),
+            **use["launch"],
         )
     return out_D
 
@@ -316,7 +315,7 @@ def norm(
             CENTER=center,
             ADD=residual_TD is not None,
             BIAS=center,
-            **launch_options(use),
+            **use["launch"],
         )
     return y_TD, s_TD, mean_T1, rstd_T1
 
@@ -380,7 +379,7 @@ def norm_backward(
         ADD=ds_TD is not None,
         BIAS=center and one_pass,
         DWEIGHT=one_pass,
-        **launch_options(use),
+        **use["launch"],
     )
 
     # Wide rows leave no registers for the sums beside them, so a second kernel reads dy and s again
@@ -400,7 +399,7 @@ def norm_backward(
             D=columns,
             CENTER=center,
             BIAS=center,
-            **launch_options(use),
+            **use["launch"],
         )
     return dx_TD, dweight_PD, dbias_PD
 

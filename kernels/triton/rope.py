@@ -17,7 +17,6 @@ from megalite.kernels.arguments import (
     check_float,
     check_last_contiguous,
     check_shape,
-    launch_options,
     next_power_of_2,
     rows_readable,
     vector,
@@ -130,7 +129,7 @@ def rotate_heads_(
             HEADS=heads_per_program,
             BLOCK=block,
             POSITIONS=position_T is not None,
-            **launch_options(use),
+            **use["launch"],
         )
     return rotated
 

@@ -17,7 +17,6 @@ from megalite.kernels.arguments import (
     check_last_contiguous,
     check_same,
     check_shape,
-    launch_options,
     rows_readable,
 )
 from megalite.kernels.triton.tables import choose
@@ -89,7 +88,7 @@ def swiglu(h_T2f: Tensor) -> Tensor:
             columns,
             h_T2f.stride(0),
             a_Tf.stride(0),
-            **launch_options(use),
+            **use["launch"],
         )
     return a_Tf
 
@@ -120,7 +119,7 @@ def swiglu_grad(
             h_T2f.stride(0),
             columns,
             RECOMPUTE=recompute,
-            **launch_options(use),
+            **use["launch"],
         )
     increment_version(h_T2f)  # makes autograd refuse a second backward through the same graph
     return h_T2f, a_Tf

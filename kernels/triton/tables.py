@@ -25,6 +25,9 @@ from megalite.kernels.errors import BackendError
 from megalite.kernels.triton.table_check import table_problems
 
 _NAME, _REMEDY = "the kernels' table", "restore the file that megalite came with"
+# Contraction to fused multiply-adds is set here, because Triton's default for it changes.
+OPTIONS = {"enable_fp_fusion": True}
+_SIZES = ("block", "rows", "columns", "stages")  # which kernels take as they are
 TABLE = Path(__file__).resolve().parents[1] / "configs" / "sm90.json"
 
 
@@ -57,14 +60,21 @@ def entries(kernel: str) -> list[dict[str, Any]]:
 
 @lru_cache
 def choose(kernel: str, **shape: int | bool) -> Mapping[str, Any]:
-    """The values that a kernel uses at a shape, which must have every size that its entries name.
+    """The `prepared` values that a kernel uses at a shape, with every size that its entries name.
 
     Raises KeyError for a kernel that is not in the table and for a size that is not given.
     """
     for entry in entries(kernel):
         if all(_holds(name, bound, shape) for name, bound in entry["when"].items()):
-            return MappingProxyType(entry["use"])
+            return prepared(entry["use"])
     raise KeyError(f"{kernel}: the table's last entry has conditions")
+
+
+def prepared(use: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An entry's values, and "launch": the arguments of a launch that they give."""
+    sizes = {name.upper(): use[name] for name in _SIZES if name in use}
+    launch = {**sizes, "num_warps": use["warps"], **OPTIONS}
+    return MappingProxyType({**use, "launch": MappingProxyType(launch)})
 
 
 def _holds(name: str, bound: int | bool, shape: Mapping[str, int | bool]) -> bool:

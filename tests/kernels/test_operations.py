@@ -36,7 +36,7 @@ def others() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield from (("norm", norm.norm), ("norm_grad", norm.norm_grad))
 
 
-@pytest.mark.parametrize(("name", "function"), others())
+@pytest.mark.parametrize(("name", "function"), list(others()))
 def test_every_set_takes_the_arguments_of_plain_torch(
     name: str, function: Callable[..., Any]
 ) -> None:

@@ -107,18 +107,14 @@ def faults(source: str) -> list[str]:
 
 
 def _call_faults(node: ast.Call) -> list[str]:
-    keywords = {x.arg or f"**{_name(x.value).partition('(')[0]}" for x in node.keywords}
+    keywords = {x.arg or f"**{_name(x.value)}" for x in node.keywords}
     if _name(node.func) == "tl.load":
         masked = "mask" in keywords or len(node.args) > 1
         if masked and "other" not in keywords and len(node.args) < 3:
             return [f"line {node.lineno}: masked load without other="]
     launch = isinstance(node.func, ast.Subscript) and _name(node.func.value).endswith("_kernel")
-    if launch and not keywords & {
-        "enable_fp_fusion",
-        "**OPTIONS",
-        "**launch_options",
-        "**t.options",
-    }:
+    options = ("**OPTIONS", "**t.options()", "['launch']")
+    if launch and not any(keyword.endswith(options) for keyword in keywords):
         return [f"line {node.lineno}: launch without enable_fp_fusion, whose default changes"]
     return []
 
