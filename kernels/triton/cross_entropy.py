@@ -214,6 +214,7 @@ def cross_entropy_stats(
             num_columns,
             smoothing,
             share,
+            STAGES=use["stages"],
             SMOOTH=smoothing != 0.0,
             **use["launch"],
         )

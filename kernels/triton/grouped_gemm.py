@@ -12,9 +12,6 @@ Operands are loaded through TMA descriptors if memory is aligned, else through m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -104,14 +101,14 @@ def _store_sums(
 def _grouped_rows_kernel(
     x_src, weight_src, out_ptr, tile_ptr, num_inner, num_columns,
     x_stride, weight_stride, weight_rows, out_stride,
-    E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """out[rows of a tile] = x @ W[e]^T (TRANSPOSED) or x @ W[e]; a program has BN columns."""
-    blocks = (num_columns + BN - 1) // BN
+    """out[rows of a tile] = x @ W[e]^T (TRANSPOSED) or x @ W[e]; a program has COLUMNS columns."""
+    blocks = (num_columns + COLUMNS - 1) // COLUMNS
     # neighbouring programs load the same rows of x, and later ones the same expert's weights
     tile_at = tile_ptr + (tl.program_id(0) // blocks).to(tl.int64) * 3
-    column = tl.program_id(0) % blocks * BN
+    column = tl.program_id(0) % blocks * COLUMNS
     expert = tl.load(tile_at)
     if expert < 0:
         return
@@ -121,58 +118,58 @@ def _grouped_rows_kernel(
     # no steps for rows after the last expert's, whose sums stay 0
     first = expert * weight_rows
     stop = first + weight_rows
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k in range(0, tl.where(expert < E, num_inner, 0), BK):
-        x = _load(x_src, row, k, row_stop, num_inner, x_stride, BM, BK, TMA)
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, tl.where(expert < E, num_inner, 0), INNER):
+        x = _load(x_src, row, k, row_stop, num_inner, x_stride, ROWS, INNER, TMA)
         if TRANSPOSED:
             weight = _load(
-                weight_src, first + column, k, stop, num_inner, weight_stride, BN, BK, TMA
+                weight_src, first + column, k, stop, num_inner, weight_stride, COLUMNS, INNER, TMA
             )
             acc = tl.dot(x, weight.T, acc, input_precision="ieee")
         else:
             weight = _load(
-                weight_src, first + k, column, stop, num_columns, weight_stride, BK, BN, TMA
+                weight_src, first + k, column, stop, num_columns, weight_stride, INNER, COLUMNS, TMA
             )
             acc = tl.dot(x, weight, acc, input_precision="ieee")
 
-    _store_sums(out_ptr, acc, row, column, row_stop, num_columns, out_stride, BM, BN, False)
+    _store_sums(out_ptr, acc, row, column, row_stop, num_columns, out_stride, ROWS, COLUMNS, False)
 
 
 @triton.jit
 def _grouped_weight_grad_kernel(
     dy_src, x_src, dy_ptr, x_ptr, out_ptr, offset_ptr, num_rows_out, num_columns,
     dy_stride, x_stride, expert_stride, out_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     ACCUMULATE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A block of dW[e]: sums over the expert's rows in order, whole blocks of rows first."""
-    row_blocks = (num_rows_out + BM - 1) // BM
-    column_blocks = (num_columns + BN - 1) // BN
+    row_blocks = (num_rows_out + ROWS - 1) // ROWS
+    column_blocks = (num_columns + COLUMNS - 1) // COLUMNS
     expert = tl.program_id(0) // (row_blocks * column_blocks)
     block = tl.program_id(0) % (row_blocks * column_blocks)
-    out_row = block // column_blocks * BM
-    column = block % column_blocks * BN
+    out_row = block // column_blocks * ROWS
+    column = block % column_blocks * COLUMNS
 
     start = tl.load(offset_ptr + expert)
     stop = tl.load(offset_ptr + expert + 1)
     whole = stop
     if TMA:
-        whole = start + (stop - start) // BK * BK
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for row in range(start, whole, BK):
-        dy = _load(dy_src, row, out_row, stop, num_rows_out, dy_stride, BK, BM, TMA)
-        x = _load(x_src, row, column, stop, num_columns, x_stride, BK, BN, TMA)
+        whole = start + (stop - start) // INNER * INNER
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for row in range(start, whole, INNER):
+        dy = _load(dy_src, row, out_row, stop, num_rows_out, dy_stride, INNER, ROWS, TMA)
+        x = _load(x_src, row, column, stop, num_columns, x_stride, INNER, COLUMNS, TMA)
         acc = tl.dot(dy.T, x, acc, input_precision="ieee")
     if TMA:
         # the last rows through pointers: a descriptor would read the next expert's rows, too
-        for row in tl.range(whole, stop, BK, num_stages=1):
-            dy = _load(dy_ptr, row, out_row, stop, num_rows_out, dy_stride, BK, BM, False)
-            x = _load(x_ptr, row, column, stop, num_columns, x_stride, BK, BN, False)
+        for row in tl.range(whole, stop, INNER, num_stages=1):
+            dy = _load(dy_ptr, row, out_row, stop, num_rows_out, dy_stride, INNER, ROWS, False)
+            x = _load(x_ptr, row, column, stop, num_columns, x_stride, INNER, COLUMNS, False)
             acc = tl.dot(dy.T, x, acc, input_precision="ieee")
 
     # in halves, because the buffer's values together with all sums would take twice the registers
     out_ptr += expert.to(tl.int64) * expert_stride
-    halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
+    halves = tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
     left, right = tl.split(halves)
     _store_sums(
         out_ptr,
@@ -182,11 +179,11 @@ def _grouped_weight_grad_kernel(
         num_rows_out,
         num_columns,
         out_stride,
-        BM,
-        BN // 2,
+        ROWS,
+        COLUMNS // 2,
         ACCUMULATE,
     )
-    column += BN // 2
+    column += COLUMNS // 2
     _store_sums(
         out_ptr,
         right,
@@ -195,32 +192,10 @@ def _grouped_weight_grad_kernel(
         num_rows_out,
         num_columns,
         out_stride,
-        BM,
-        BN // 2,
+        ROWS,
+        COLUMNS // 2,
         ACCUMULATE,
     )
-
-
-@dataclass(frozen=True)
-class GroupedTiles:
-    """Rows and columns of a block of results, terms of a step's sums, warps, pipeline stages."""
-
-    rows: int
-    columns: int
-    inner: int
-    warps: int
-    stages: int
-
-    def options(self) -> dict[str, Any]:
-        """The arguments of a launch."""
-        sizes = {"BM": self.rows, "BN": self.columns, "BK": self.inner}
-        return {**sizes, "num_warps": self.warps, "num_stages": self.stages, **OPTIONS}
-
-
-def default_tiles(kernel: str, dtype: torch.dtype) -> GroupedTiles:
-    """The tiles of a kernel ("rows", "weight_grad") from the committed table (`tables`)."""
-    use = choose(f"grouped_{kernel}", float32=dtype == torch.float32)
-    return GroupedTiles(use["rows"], use["columns"], use["inner"], use["warps"], use["stages"])
 
 
 def row_tiles(offset_E1: Tensor, num_rows: int, rows: int) -> Tensor:
@@ -303,11 +278,12 @@ def _multiply_rows(
     weight = _flat_weights(operation, weight_EFD)
 
     # A block that ends past the last row of an expert's weights would read the next expert's.
-    t = default_tiles("rows", x.dtype)
-    whole = transposed or out_columns % t.inner == 0
+    use = choose("grouped_rows", float32=x.dtype == torch.float32)
+    rows, block, inner = use["rows"], use["columns"], use["inner"]
+    whole = transposed or out_columns % inner == 0
     if tma and not whole:
         raise ValueError(
-            f"{operation}: weights of {out_columns} rows are no whole blocks of {t.inner}, so "
+            f"{operation}: weights of {out_columns} rows are no whole blocks of {inner}, so "
             "descriptors cannot be used; pass tma=None"
         )
     tma = (_aligned(x, weight) and whole) if tma is None else tma
@@ -316,10 +292,10 @@ def _multiply_rows(
     if not out.numel():
         return out
 
-    tile_M3 = row_tiles(offset_E1, len(x), t.rows)
-    weight_block = (t.columns, t.inner) if transposed else (t.inner, t.columns)
-    _grouped_rows_kernel[(len(tile_M3) * cdiv(columns, t.columns),)](
-        _source(x, t.rows, t.inner, tma),
+    tile_M3 = row_tiles(offset_E1, len(x), rows)
+    weight_block = (block, inner) if transposed else (inner, block)
+    _grouped_rows_kernel[(len(tile_M3) * cdiv(columns, block),)](
+        _source(x, rows, inner, tma),
         _source(weight, *weight_block, tma),
         out,
         tile_M3,
@@ -332,7 +308,7 @@ def _multiply_rows(
         E=experts,
         TRANSPOSED=transposed,
         TMA=tma,
-        **t.options(),
+        **use["launch"],
     )
     return out
 
@@ -397,12 +373,13 @@ def grouped_weight_grad_(
 
     # The program of a block of an expert's weights sums over all of the expert's rows: splitting
     # the rows over programs would need atomics or a second kernel.
-    t = default_tiles("weight_grad", x_RD.dtype)
+    use = choose("grouped_weight_grad", float32=x_RD.dtype == torch.float32)
+    rows, block, inner = use["rows"], use["columns"], use["inner"]
     tma = _aligned(dy_RF, x_RD) if tma is None else tma
-    blocks = cdiv(out_columns, t.rows) * cdiv(in_columns, t.columns)
+    blocks = cdiv(out_columns, rows) * cdiv(in_columns, block)
     _grouped_weight_grad_kernel[(experts * blocks,)](
-        _source(dy_RF, t.inner, t.rows, tma),
-        _source(x_RD, t.inner, t.columns, tma),
+        _source(dy_RF, inner, rows, tma),
+        _source(x_RD, inner, block, tma),
         dy_RF,
         x_RD,
         buffer_EFD,
@@ -415,5 +392,5 @@ def grouped_weight_grad_(
         buffer_EFD.stride(1),
         ACCUMULATE=accumulate,
         TMA=tma,
-        **t.options(),
+        **use["launch"],
     )

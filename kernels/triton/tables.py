@@ -27,7 +27,7 @@ from megalite.kernels.triton.table_check import table_problems
 _NAME, _REMEDY = "the kernels' table", "restore the file that megalite came with"
 # Contraction to fused multiply-adds is set here, because Triton's default for it changes.
 OPTIONS = {"enable_fp_fusion": True}
-_SIZES = ("block", "rows", "columns", "stages")  # which kernels take as they are
+_SIZES = ("block", "rows", "columns", "inner")  # which kernels take as they are
 TABLE = Path(__file__).resolve().parents[1] / "configs" / "sm90.json"
 
 
@@ -74,6 +74,8 @@ def prepared(use: Mapping[str, Any]) -> Mapping[str, Any]:
     """An entry's values, and "launch": the arguments of a launch that they give."""
     sizes = {name.upper(): use[name] for name in _SIZES if name in use}
     launch = {**sizes, "num_warps": use["warps"], **OPTIONS}
+    if "inner" in use:  # a loop of products, which Triton pipelines
+        launch["num_stages"] = use["stages"]
     return MappingProxyType({**use, "launch": MappingProxyType(launch)})
 
 

@@ -79,8 +79,8 @@ def test_the_last_entry_of_a_kernel_is_the_rule_for_all_other_shapes() -> None:
         assert last["when"] == {}
         assert all(entry["when"] for entry in conditional)
     odd = {"float32": False, "head_dim": 4096, "descriptors": True, "dropout": False}
-    last = tables.prepared(tables.entries("attention_dq")[-1]["use"])
-    assert tables.choose("attention_dq", **odd) == last
+    rule = tables.prepared(tables.entries("attention_dq")[-1]["use"])
+    assert tables.choose("attention_dq", **odd) == rule
     assert tables.choose("norm_backward", columns=1 << 20)["one_pass"] is False
     with pytest.raises(KeyError):
         tables.choose("norm_backward")
