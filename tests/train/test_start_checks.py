@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from megalite.checks import open_run
 from megalite.config import RunConfig
 from megalite.config.text import to_toml
 from megalite.data import fingerprint
 from megalite.data.sidecar import TokenizerInfo
-from megalite.errors import DataError
+from megalite.errors import CheckpointError, DataError
 from megalite.train import start_checks
 from megalite.train.run_data import open_data
-from megalite.train.start_checks import start_problems
+from megalite.train.start_checks import require_resumable, start_problems
 from tests import ROOT
 from tests.data.test_vocab_and_fingerprint import with_sidecar
 from tests.train.kit.runs import SEQ_LENGTH, make_config
@@ -242,3 +243,24 @@ def test_missing_files_are_left_to_others(folder: Path) -> None:
     assert start_problems(config(folder, data__tokenizer="gone.model")) == []
     (folder / "data.bin").unlink()
     assert start_problems(config(folder, model__vocab_size=5)) == []
+
+
+def test_a_damaged_checkpoint_is_left_to_the_ranks_and_an_accepted_change_passes(
+    folder: Path,
+) -> None:
+    shutil.copytree(FIXTURE, folder / "made")
+    settings = ["out=made/runs", "optimizer.beta2=0.9"]
+    loaded = open_run(folder / "made" / "run.toml", settings).config
+    changed = loaded.model_copy(update={"out": str(folder / "made" / "runs")})
+    with pytest.raises(CheckpointError, match=r"optimizer\.beta2 is 0\.9, saved with 0\.95"):
+        require_resumable(changed, frozenset())
+    require_resumable(changed, frozenset({"optimizer.beta2"}))
+
+    newest = folder / "made" / "runs" / "before" / "checkpoints" / "step-00000006"
+    shard = newest / "rank-00003.safetensors"
+    shard.rename(folder / "away")
+    require_resumable(changed, frozenset())
+    (folder / "away").rename(shard)
+    flip_bit(newest / "manifest.json", 200)
+    require_resumable(changed, frozenset())
+    require_resumable(changed.model_copy(update={"name": "another"}), frozenset())
