@@ -18,6 +18,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal
@@ -60,38 +61,34 @@ PIECE_CHARS = 6_000  # length of documents of the built-in corpus, about
 BUILTIN_LEFT_OUT = ("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test")
 
 
+@dataclass
 class Corpus:
     """A fixed list of files read as documents; `documents()` may be called repeatedly."""
 
-    def __init__(
-        self,
-        description: str,
-        files: Sequence[Path],
-        policy: Policy,
-        key: str = "text",
-        max_bytes: int | None = None,
-        encoding: str = UTF8,
-        selection: str = "",
-    ) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise DataError(f"max_bytes={max_bytes}; must be 1 or more bytes of text, or left out")
-        if policy not in ("fail", "skip"):
-            raise DataError(f"policy={policy!r}; must be 'fail' or 'skip'")
+    description: str
+    files: list[Path]
+    policy: Policy
+    key: str = "text"
+    max_bytes: int | None = None
+    encoding: str = UTF8
+    selection: str = ""  # the kinds of files of a folder that are taken and left out
+
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise DataError(
+                f"max_bytes={self.max_bytes}; must be 1 or more bytes of text, or left out"
+            )
+        if self.policy not in ("fail", "skip"):
+            raise DataError(f"policy={self.policy!r}; must be 'fail' or 'skip'")
         try:
-            self.encoding = codecs.lookup(encoding).name
-            "x".encode(encoding)  # not all codecs are of text
+            "x".encode(self.encoding)  # not all codecs are of text
+            self.encoding = codecs.lookup(self.encoding).name
         except LookupError as error:
             raise DataError(
-                f"encoding={encoding!r}: {error}; give one that Python knows, such as cp1252, "
+                f"encoding={self.encoding!r}: {error}; give one that Python knows, such as cp1252, "
                 "latin-1, utf-16, shift_jis"
             ) from None
-        require_kinds(files, self.encoding)
-        self.description = description
-        self.selection = selection  # the kinds of files of a folder that are taken and left out
-        self.files = list(files)
-        self.policy = policy
-        self.key = key
-        self.max_bytes = max_bytes
+        require_kinds(self.files, self.encoding)
 
     def source_bytes(self) -> int:
         """Bytes of all files on disk, the final value of `CorpusChunk.source_bytes`."""

@@ -110,8 +110,8 @@ class EncodePool:
 
         pending: deque[tuple[CorpusChunk, Future[Encoded]]] = deque()
         held_bytes = 0
-        source = _Source(chunks)
-        for chunk in source:
+        failures: list[DataError] = []
+        for chunk in _until_failure(chunks, failures):
             # Results are taken in order, and before the next chunk is added: so memory is bounded
             # also while the first of them takes longest.
             while pending and (
@@ -128,8 +128,8 @@ class EncodePool:
 
         for done, future in pending:
             yield done, future.result()
-        if source.failure is not None:
-            raise source.failure
+        for failure in failures:
+            raise failure
 
     def _start_one(self, num_pending: int) -> None:
         """Start another worker if all of them have a chunk to encode."""
@@ -145,18 +145,14 @@ class EncodePool:
             self._idle.put(worker)
 
 
-class _Source:
-    """Chunks up to a file that cannot be read; keeps its error, for after they are encoded."""
-
-    def __init__(self, chunks: Iterable[CorpusChunk]) -> None:
-        self._chunks = chunks
-        self.failure: DataError | None = None
-
-    def __iter__(self) -> Iterator[CorpusChunk]:
-        try:
-            yield from self._chunks
-        except DataError as error:
-            self.failure = error
+def _until_failure(
+    chunks: Iterable[CorpusChunk], failures: list[DataError]
+) -> Iterator[CorpusChunk]:
+    """Chunks up to a file that cannot be read; its error is kept, for after they are encoded."""
+    try:
+        yield from chunks
+    except DataError as error:
+        failures.append(error)
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:

@@ -11,14 +11,21 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.corpus.publish import check_prefix, publish_files, sync, write_index, write_synced
+from megalite.corpus.publish import (
+    check_prefix,
+    publish_files,
+    require_free,
+    sync,
+    write_errors_as_data_errors,
+    write_index,
+    write_synced,
+)
 from megalite.data.fingerprint import checksum_files, fingerprint_files, sha256_file
 from megalite.data.indexed import IndexedDataset, file_of
 from megalite.data.sidecar import (
@@ -34,19 +41,8 @@ from megalite.errors import DataError
 BLOCK = 1 << 20  # bytes, or entries of an index, at a time
 
 
-@dataclass(frozen=True)
-class MergeReport:
-    """The dataset that `merge` made."""
-
-    prefix: str
-    num_parts: int
-    num_tokens: int
-    num_documents: int
-    dtype: str
-
-
-def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> MergeReport:
-    """Join the datasets at `prefixes`, in this order, into one at `out_prefix`.
+def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> IndexedDataset:
+    """The dataset at `out_prefix`, made by joining those at `prefixes` in this order.
 
     Raises DataError if they do not fit each other, one is damaged, the disk cannot be written, or
     a dataset exists at `out_prefix` and `overwrite` is not set; then nothing is made.
@@ -58,7 +54,7 @@ def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> 
 
     # All files are written under temporary names, beside their final ones so a rename suffices.
     temporary = f".tmp-{secrets.token_hex(4)}"
-    try:
+    with write_errors_as_data_errors(out_prefix):
         Path(out_prefix).parent.mkdir(parents=True, exist_ok=True)
         made = {
             suffix: file_of(out_prefix, suffix + temporary)
@@ -74,19 +70,7 @@ def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> 
             for path in made.values():
                 with suppress(OSError):  # the first error is the one to report
                     path.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or out_prefix}: cannot be written: {error.strerror}; make room or "
-            "give another OUT. No dataset was made"
-        ) from error
-
-    return MergeReport(
-        out_prefix,
-        len(parts),
-        sum(part.num_tokens for part in parts),
-        sum(part.num_documents for part in parts),
-        parts[0].dtype.name,
-    )
+    return IndexedDataset(out_prefix)
 
 
 def _check_names(out_prefix: str, prefixes: Sequence[str], overwrite: bool) -> None:
@@ -95,11 +79,8 @@ def _check_names(out_prefix: str, prefixes: Sequence[str], overwrite: bool) -> N
         raise DataError("no dataset to merge; give one PREFIX or more after OUT")
     if Path(out_prefix).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise DataError(f"{out_prefix} is one of the datasets to merge; choose another OUT")
-    if file_of(out_prefix, ".idx").exists() and not overwrite:
-        raise DataError(
-            f"{out_prefix}.idx exists, and runs that use this dataset would lose it; choose "
-            "another OUT, or replace it with --overwrite"
-        )
+    if not overwrite:
+        require_free(out_prefix)
 
 
 def _own_sidecar(part: IndexedDataset) -> Sidecar | None:

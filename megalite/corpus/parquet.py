@@ -24,10 +24,10 @@ def read_parquet(path: Path, key: str) -> Iterator[tuple[str, bytes, Fault | Non
 
     Raises OSError for a file that is not sound, DataError if pyarrow is missing.
     """
-    arrow, parquet = _pyarrow(path)
+    arrow = require_pyarrow(path, "convert the file to JSONL")
     file_bytes = path.stat().st_size
     try:
-        with parquet.ParquetFile(path, pre_buffer=False, memory_map=False) as file:
+        with arrow.parquet.ParquetFile(path, pre_buffer=False, memory_map=False) as file:
             total = max(file.metadata.num_rows, 1)
             for number, (content, fault) in enumerate(_rows(arrow, file, key), 1):
                 yield f"{path}:row {number}", content, fault, file_bytes * number // total
@@ -72,13 +72,12 @@ def _batch_rows(file: Any, key: str) -> int:
     return max(1, min(MAX_BATCH_ROWS, fitting))
 
 
-def _pyarrow(path: Path) -> tuple[Any, Any]:
+def require_pyarrow(path: Path, remedy: str) -> Any:
+    """The module pyarrow with its parquet; DataError, with a `remedy`, if it is not installed."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"{path}: parquet files need pyarrow, which is not installed: "
-            "pip install pyarrow, or convert the file to JSONL"
+            f"{path}: needs pyarrow, which is not installed: pip install pyarrow, or {remedy}"
         ) from error
-    return pyarrow, pyarrow.parquet
+    return pyarrow

@@ -20,7 +20,7 @@ from typing import Any
 
 from megalite.corpus.corpus import Corpus
 from megalite.corpus.documents import CorpusChunk, CorpusReport
-from megalite.corpus.publish import write_synced
+from megalite.corpus.publish import write_errors_as_data_errors, write_synced
 from megalite.corpus.tokenizer_training import ModelType, TrainReport, train_tokenizer
 from megalite.corpus.unfinished import Unfinished
 from megalite.data.tokenizer import library_version
@@ -108,23 +108,15 @@ def make_tokenizer(
 
     # Training may take hours, so whether the place can be written is found out before it.
     unfinished = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    found = CorpusReport()
+    settings = {"vocab_size": vocab_size, "model_type": model_type, "sample_bytes": sample_bytes}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
-        found = CorpusReport()
-        settings = {
-            "vocab_size": vocab_size,
-            "model_type": model_type,
-            "sample_bytes": sample_bytes,
-        }
-        content, report, _ = _train(corpus, settings, found, on_progress)
-        write_synced(unfinished, content)
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or out}: cannot be written: {error.strerror}; give another --out, "
-            "or the right to write there"
-        ) from error
+        with write_errors_as_data_errors(out):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.touch()
+            content, report, _ = _train(corpus, settings, found, on_progress)
+            write_synced(unfinished, content)
+            os.replace(unfinished, path)
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)

@@ -34,6 +34,15 @@ def check_prefix(prefix: str | Path) -> None:
             raise DataError(f"{path} is a folder, in the way of a file; give another --out")
 
 
+def require_free(prefix: str) -> None:
+    """Raise DataError if a dataset exists at a prefix."""
+    if file_of(prefix, ".idx").exists():
+        raise DataError(
+            f"{prefix}.idx exists, and runs that use this dataset would lose it; choose another "
+            "name, or replace it with --overwrite"
+        )
+
+
 @contextmanager
 def write_errors_as_data_errors(out_prefix: str) -> Iterator[None]:
     """Context manager: an OSError inside becomes a DataError that the disk cannot be written.
@@ -45,7 +54,7 @@ def write_errors_as_data_errors(out_prefix: str) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"{error.filename or out_prefix}: cannot be written: {error.strerror}; "
-            "make room or give another --out. No dataset was made"
+            "make room, or give another place that you may write to. Nothing was made"
         ) from error
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from megalite.corpus.documents import (
     BOM_BYTES,
@@ -27,7 +27,7 @@ from megalite.corpus.documents import (
     Fault,
     kind_by_first_bytes,
 )
-from megalite.corpus.parquet import read_parquet
+from megalite.corpus.parquet import read_parquet, require_pyarrow
 from megalite.errors import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -179,7 +179,8 @@ def _text_stream(path: Path, raw: IO[bytes], encoding: str) -> _Stream:
     if path.suffix.lower() == ".gz":
         stream = gzip.GzipFile(fileobj=raw, mode="rb")
     elif path.suffix.lower() == ".zst":
-        stream = _pyarrow(path).input_stream(raw, compression="zstd")
+        arrow = require_pyarrow(path, "decompress the file")
+        stream = arrow.input_stream(raw, compression="zstd")
     return stream if encoding == UTF8 else _Recoded(stream, encoding)
 
 
@@ -204,17 +205,6 @@ class _Recoded:
         ready = b"".join(parts)
         self._ready = ready[size:]
         return ready[:size]
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError(
-            f"{path}: zstandard files need pyarrow, which is not installed: "
-            "pip install pyarrow, or decompress the file"
-        ) from error
-    return pyarrow
 
 
 def cut_lines(stream: _Stream, path: str) -> Iterator[CorpusChunk]:

@@ -26,8 +26,8 @@ def merge(
     """Join datasets of the same tokenizer: the files that one run over all the text would make."""
     from megalite.corpus.merge import merge as run
 
-    report = run(out, prefixes, overwrite)
+    made = run(out, prefixes, overwrite)
     typer.echo(
-        f"wrote {report.prefix}.bin .idx: {report.num_tokens:,} tokens ({report.dtype}), "
-        f"{report.num_documents:,} documents of {report.num_parts} datasets"
+        f"wrote {out}.bin .idx: {made.num_tokens:,} tokens ({made.dtype.name}), "
+        f"{made.num_documents:,} documents of {len(prefixes)} datasets"
     )

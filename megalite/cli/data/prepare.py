@@ -72,18 +72,13 @@ def prepare(
     Interrupted, or stopped by a bad document, it keeps what is done in PREFIX.unfinished, and the
     same command goes on from there. Exit code: 0 made, 2 refused or failed, 75 interrupted.
     """
-    from pathlib import Path
-
     from megalite.cli.interrupt import interruptible
     from megalite.cli.progress import ProgressBar
     from megalite.corpus.prepare import prepare as run
-    from megalite.errors import DataError
+    from megalite.corpus.publish import require_free
 
-    if Path(f"{out}.idx").exists() and not overwrite:
-        raise DataError(
-            f"{out}.idx exists, and runs that use this dataset would lose it; choose another "
-            "--out, or replace it with --overwrite"
-        )
+    if not overwrite:
+        require_free(out)
 
     corpus = open_source(source, key, on_bad, max_bytes, suffix, encoding)
 
