@@ -47,13 +47,11 @@ class Handle:
         work: Any = None,
         axis: Axis | None = None,
         finish: Callable[[], None] | None = None,
-        ledger_axis: str | None = None,
     ) -> None:
         self._result = result
         self._work = work
         self._axis = axis
         self._finish = finish
-        self._ledger_axis = ledger_axis or (axis.name if axis is not None else "")
         self._what = axis.ledger.last_op if axis is not None else None
 
     def done(self) -> bool:
@@ -65,7 +63,7 @@ class Handle:
         if self._work is not None:
             assert self._axis is not None, "only operations on an axis have work"
             work, self._work = self._work, None
-            with self._axis.ledger.blocked(self._ledger_axis, self._what):
+            with self._axis.ledger.blocked(self._axis.name, self._what):
                 work.wait()
                 if self._finish is not None:
                     self._finish()
@@ -209,15 +207,15 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
-def gather_object(value: Any, axis: Axis, dst: int = 0) -> list[Any]:
-    """Every rank's `value` in axis order on axis rank `dst`, an empty list elsewhere; as JSON."""
+def gather_object(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's `value` in axis order on axis rank 0, an empty list elsewhere; as JSON."""
     if axis.size == 1:
         return [json.loads(json.dumps(value))]
     padded, lengths = _padded(value, axis)
-    rows = [torch.empty_like(padded) for _ in lengths] if axis.rank == dst else None
+    rows = [torch.empty_like(padded) for _ in lengths] if axis.rank == 0 else None
     _count(axis, "gather", _bytes(padded))
     with axis.ledger.blocked(axis.name):
-        dist.gather(padded, rows, group=axis.group, group_dst=dst)
+        dist.gather(padded, rows, group=axis.group, group_dst=0)
     if rows is None:
         return []
     return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]

@@ -20,7 +20,6 @@ from megalite.pipeline.chunk import BoundarySpec, PipelineChunk
 from megalite.pipeline.interpreter import Callbacks, Pass
 from megalite.schedules import (
     Action,
-    Durations,
     Schedule,
     check_posted,
     check_program,
@@ -47,7 +46,6 @@ class PipelineRuntime:
         mesh: Mesh,
         boundary: BoundarySpec,
         *,
-        durations: Durations | None = None,
         on_last_backward_start: Callable[[int], None] | None = None,
         on_reduce: Callable[[int], None] | None = None,
         on_action: Callable[[Action], None] | None = None,
@@ -69,7 +67,7 @@ class PipelineRuntime:
         self._forward_programs: dict[int, Schedule] = {}  # by number of microbatches
 
         # All ranks compare their programs before the first of them waits for a message.
-        self._program = self._checked(lower(schedule, durations), forward_only=False)
+        self._program = self._checked(lower(schedule), forward_only=False)
         self._channels.open(edges_of(schedule))
 
     def run(

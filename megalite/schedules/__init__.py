@@ -8,7 +8,6 @@ Reading order: `action` (the value), `builders` and `v_shape` (make it), `catalo
 from megalite.schedules.action import Action, Schedule, parse
 from megalite.schedules.builders import (
     family,
-    forward_only,
     forward_schedule,
     fuse,
     recompute,
@@ -32,7 +31,6 @@ __all__ = [
     "check_program",
     "check_schedule",
     "family",
-    "forward_only",
     "forward_schedule",
     "fuse",
     "lower",

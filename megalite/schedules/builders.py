@@ -79,22 +79,16 @@ def breadth_first(p: int, v: int, m: int) -> Schedule:
     return Schedule(m, looped_place(p, v), tuple(ranks))
 
 
-def fuse(schedule: Schedule, *, split_last: int = 0) -> Schedule:
-    """Join each B that is directly followed by its own W into one fused BW.
-
-    split_last: number of microbatches at the end that stay split. With p of them the bubble is
-    that of the split schedule, while the steady state overlaps its tensor-parallel collectives.
-    """
-    first_split = schedule.m - split_last
-    ranks = tuple(_fuse_rank(actions, first_split) for actions in schedule.ranks)
-    return Schedule(schedule.m, schedule.place, ranks)
+def fuse(schedule: Schedule) -> Schedule:
+    """Join each B that is directly followed by its own W into one fused BW."""
+    return Schedule(schedule.m, schedule.place, tuple(_fuse_rank(a) for a in schedule.ranks))
 
 
-def _fuse_rank(actions: tuple[Action, ...], first_split: int) -> tuple[Action, ...]:
+def _fuse_rank(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     fused: list[Action] = []
     for action in actions:
-        joins = action.kind == BACKWARD_WEIGHT and action.mb < first_split
-        if joins and fused[-1:] == [action._replace(kind=BACKWARD_INPUT)]:
+        is_weight = action.kind == BACKWARD_WEIGHT
+        if is_weight and fused[-1:] == [action._replace(kind=BACKWARD_INPUT)]:
             fused[-1] = action._replace(kind=BACKWARD)
         else:
             fused.append(action)
@@ -113,11 +107,6 @@ def _recompute_rank(actions: tuple[Action, ...]) -> tuple[Action, ...]:
             recomputed.append(action._replace(kind=RECOMPUTE))
         recomputed.append(action)
     return tuple(recomputed)
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, in their order."""
-    return schedule.keep([FORWARD])
 
 
 def forward_schedule(place: tuple[int, ...], m: int) -> Schedule:

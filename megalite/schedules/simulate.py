@@ -11,7 +11,6 @@ result waited for, result made), so that a long schedule takes a second.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,23 +147,14 @@ class Timeline:
         return max((e[-1] - s[0] - busy for s, e, busy in rows if s), default=0.0)
 
 
-def simulate(
-    schedule: Schedule, durations: Durations, *, jitter: float = 0.0, seed: int = 0
-) -> Timeline:
+def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Start and end of every compute action; transfers and reductions are left out.
 
-    jitter: each action takes its duration times a seeded draw from [1 - jitter, 1 + jitter].
     Raises ScheduleError, with a line per stuck rank, when the ranks wait for each other forever.
     """
     programs = [tuple(a for a in actions if a.kind in COMPUTE) for actions in schedule.ranks]
     encoder = _Encoder(schedule, durations)
     rows = [encoder.encode(actions) for actions in programs]
-    if jitter:
-        draw = random.Random(seed)
-        rows = [
-            [(row[0] * draw.uniform(1 - jitter, 1 + jitter), *row[1:]) for row in rank_rows]
-            for rank_rows in rows
-        ]
     starts, ends, waiting = _run(rows, encoder.num_results)
     if waiting:
         raise ScheduleError(_deadlock(schedule, programs, ends, waiting))
