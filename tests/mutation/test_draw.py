@@ -64,6 +64,11 @@ def test_messages_types_and_checks_are_left_alone(tmp_path: Path) -> None:
         assert candidates("megalite", operator, tmp_path) == []
 
 
+def test_first_values_are_no_stale_state(tmp_path: Path) -> None:
+    write(tmp_path, "class A:\n    def __init__(self):\n        self.x = 1\n")
+    assert candidates("megalite", "stale state", tmp_path) == []
+
+
 def test_lines_above_are_taken_until_the_place_is_the_only_one(tmp_path: Path) -> None:
     write(tmp_path, "def f():\n    x = 1\n\ndef g():\n    x = 1\n")
     found = candidates("megalite", "changed constant", tmp_path)

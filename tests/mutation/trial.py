@@ -28,7 +28,7 @@ CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
 
 # Errors that say that the fault is no program, not that a test has seen it.
 _NO_PROGRAM = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError",
-               "UnboundLocalError")  # fmt: skip
+               "UnboundLocalError", "AttributeError")  # fmt: skip
 _IN_A_RANK = re.compile(rf"^(?:E +)?(?:\w+\.)*({'|'.join(_NO_PROGRAM)})\b", re.MULTILINE)
 _NO_BOUND = "no bound"
 _NO_TESTS = 5  # exit code of pytest where everything was ignored
