@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -291,6 +291,8 @@ def draw(
 ) -> list[Fault]:
     """`count` faults: those of `kept` that are still in the source, and new ones in the gaps.
 
+    All with the tests that the tree has for them now.
+
     Slot n has the n-th package and the n-th operator, each list gone through again and again; a
     package without a place for the operator takes the next operator.
     """
@@ -301,20 +303,18 @@ def draw(
     drawn = []
     for slot in range(count):
         name = f"drawn-{slot:02d}"
-        if name not in by_slot:
+        fault = by_slot.get(name)
+        if fault is None:
             order = [operators[(slot + later) % len(operators)] for later in range(len(operators))]
             package = packages[slot % len(packages)]
-            new = next(
+            fault = next(
                 fault
                 for operator in order
                 for fault in candidates(package, operator, root)
                 if fault.change not in taken and compiles(fault, root)
             )
-            taken.add(new.change)
-            by_slot[name] = Fault(
-                name, new.operator, new.file, new.anchor, new.replacement, suites_of(new.file, root)
-            )
-        drawn.append(by_slot[name])
+            taken.add(fault.change)
+        drawn.append(replace(fault, name=name, tests=suites_of(fault.file, root)))
     return drawn
 
 
