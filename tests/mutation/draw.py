@@ -293,8 +293,8 @@ def draw(
 
     All with the tests that the tree has for them now.
 
-    Slot n has the n-th package and the n-th operator, each list gone through again and again; a
-    package without a place for the operator takes the next operator.
+    Slot n has the n-th package and the n-th operator, each list gone through again and again, but
+    packages without a fault come first; one without a place for the operator takes the next.
     """
     packages = sorted(product_packages(root), key=digest)
     operators = sorted(OPERATORS, key=digest)
@@ -306,7 +306,9 @@ def draw(
         fault = by_slot.get(name)
         if fault is None:
             order = [operators[(slot + later) % len(operators)] for later in range(len(operators))]
-            package = packages[slot % len(packages)]
+            covered = {fault.package for fault in by_slot.values()}
+            bare = [package for package in packages if package not in covered]
+            package = bare[0] if bare else packages[slot % len(packages)]
             fault = next(
                 fault
                 for operator in order
@@ -314,6 +316,7 @@ def draw(
                 if fault.change not in taken and compiles(fault, root)
             )
             taken.add(fault.change)
+            by_slot[name] = fault
         drawn.append(replace(fault, name=name, tests=suites_of(fault.file, root)))
     return drawn
 
