@@ -6,9 +6,20 @@ print the message without a traceback. Everything below raises and lets them pas
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 EXIT_FAULT = 1  # of megalite, or of the machine
 EXIT_USER = 2  # something for the user to change
+EXIT_INTERRUPTED = 130  # by Ctrl-C, with nothing to continue: 128 + SIGINT
 EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: stopped with its work saved, start it again
+
+# What helps against an error in writing a file, by its number.
+_REMEDIES = {
+    (errno.ENOSPC, errno.EDQUOT): "make room",
+    (errno.EACCES, errno.EPERM): "get the right to write there",
+    (errno.EIO, errno.ESTALE, errno.ETIMEDOUT): "see the system's log about the storage",
+}
 
 
 class MegaliteError(Exception):
@@ -46,3 +57,13 @@ class ScheduleError(MegaliteError):
 def exit_code(error: BaseException) -> int:
     """Exit code of a process that ends by `error`."""
     return EXIT_USER if isinstance(error, MegaliteError) else EXIT_FAULT
+
+
+def cannot_write(path: str | Path, error: OSError, elsewhere: str = "") -> str:
+    """The message for a file that cannot be written, with a remedy by the error's number.
+
+    `elsewhere`: how the user can have it at another place, such as "change out or name".
+    """
+    by_number = next((text for numbers, text in _REMEDIES.items() if error.errno in numbers), "")
+    remedies = " or ".join(filter(None, (by_number, elsewhere)))
+    return f"{path} cannot be written: {error.strerror}" + (f"; {remedies}" if remedies else "")

@@ -29,7 +29,7 @@ from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.shard_file import dtype_name, write_shard
 from megalite.checkpoint.store import check_sizes, publish, remove_leftovers, temporary_path
 from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, cannot_write
 from megalite.layout.rectangles import Rectangle
 
 # A rank's account of its pieces, from which rank 0 makes the manifest:
@@ -142,9 +142,8 @@ def write_pieces(directory: Path, pieces: Sequence[NamedPiece], rank: int, disk:
         written = write_shard(disk, directory / file_name, parts)
     except OSError as error:
         size_bytes = sum(part.numel() * part.element_size() for part in parts.values())
-        raise CheckpointError(
-            f"{directory / file_name} ({size_bytes} bytes) cannot be written: {error.strerror}"
-        ) from error
+        what = f"{directory / file_name} ({size_bytes} bytes)"
+        raise CheckpointError(cannot_write(what, error)) from error
     return {"files": {file_name: [written.size_bytes, written.sha256]}, "tensors": tensors}
 
 

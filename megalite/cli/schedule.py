@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from megalite.cli.options import file
-from megalite.errors import ScheduleError
+from megalite.errors import ScheduleError, cannot_write
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
 from megalite.schedules.action import BACKWARD
 from megalite.schedules.catalogue import FAMILY, SCHEDULES
@@ -312,7 +312,7 @@ def _write(one: _Shown, files: Mapping[str, Path]) -> None:
             try:
                 path.write_text(_text_of(one, kind), encoding="utf-8")
             except OSError as error:
-                raise ScheduleError(f"{path} cannot be written: {error.strerror}") from None
+                raise ScheduleError(cannot_write(path, error)) from None
         typer.echo(f"wrote {path}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed import CODES, HEADER, MAGIC, VERSION, byte_offsets, file_of
-from megalite.errors import DataError
+from megalite.errors import DataError, cannot_write
 
 ENTRIES_AT_ONCE = 1 << 20  # of an index's tables in memory
 SUFFIXES = (".bin", ".idx", ".json", ".model")
@@ -52,10 +52,8 @@ def write_errors_as_data_errors(out_prefix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"{error.filename or out_prefix}: cannot be written: {error.strerror}; "
-            "make room, or give another place that you may write to. Nothing was made"
-        ) from error
+        text = cannot_write(error.filename or out_prefix, error, "give another place")
+        raise DataError(f"{text}. Nothing was made") from error
 
 
 def write_index(

@@ -12,19 +12,21 @@ mistaken command costs nothing. A folder that no later run can use is removed at
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from megalite.corpus.encoding import Encoded, Entry, checksum
 from megalite.corpus.publish import check_prefix, publish_files, sync, write_synced
 from megalite.data.indexed import file_of
-from megalite.errors import DataError
+from megalite.errors import DataError, cannot_write
+from megalite.process.locks import lock_file
 
 
 class Unfinished:
@@ -42,31 +44,25 @@ class Unfinished:
         self._chunks: Chunks | None = None
         self._lock = self._open_lock()
 
+    def _open_lock(self) -> TextIO:
+        """Make the folder if there is none, lock it, check that it can be written."""
+        existed = self.folder.is_dir()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(self.path("lock"), partial(print, file=sys.stderr))
+            # On a full disk a file can still be created, but not written.
+            write_synced(self.path("probe"), b"x")
+            self.path("probe").unlink()
+        except BlockingIOError as error:
             raise DataError(
                 f"{self.folder}: another run is making this dataset; wait for it, or give "
                 "another --out"
             ) from error
-
-    def _open_lock(self) -> IO[bytes]:
-        """Make the folder if there is none, check that it can be written, open its lock file."""
-        existed = self.folder.is_dir()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = self.path("lock").open("wb")
-            # On a full disk a file can still be created, but not written.
-            write_synced(self.path("probe"), b"x")
-            self.path("probe").unlink()
         except OSError as error:
             if not existed:
                 shutil.rmtree(self.folder, ignore_errors=True)
-            raise DataError(
-                f"{error.filename or self.folder}: cannot be written: {error.strerror}; "
-                "give another --out, or the right to write there"
-            ) from error
+            text = cannot_write(error.filename or self.folder, error, "give another --out")
+            raise DataError(text) from error
         return lock
 
     def path(self, name: str) -> Path:

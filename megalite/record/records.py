@@ -16,7 +16,6 @@ Readers accept a damaged file: lines that cannot be used are left out and counte
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -24,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import ConfigError, MegaliteError, cannot_write
+from megalite.process.locks import lock_file
 from megalite.process.secrets import Redaction
 
 TIME_PARTS = ("compute", "tp_comm", "pp_wait", "dp_comm", "data", "optimizer", "other")
@@ -57,21 +57,18 @@ class Lines:
         return f"{subject}: line {shown}{more}"
 
 
-def lock_folder(folder: Path) -> TextIO:
+def lock_folder(folder: Path, warn: Callable[[str], object]) -> TextIO:
     """Lock a run folder until the returned file is closed or this process ends.
 
     Raises ConfigError if another process has locked it: two runs would mix their records and delete
-    each other's unfinished checkpoints.
+    each other's unfinished checkpoints. Without locks in the file system there is a warning.
     """
-    file = (folder / "lock").open("w", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(folder / "lock", warn)
     except BlockingIOError:
-        file.close()
         raise ConfigError(
             f"{folder} is in use by another run; give this one another name, or wait for its end"
         ) from None
-    return file
 
 
 class MetricsFile:
@@ -97,8 +94,8 @@ class MetricsFile:
             self._file.flush()
         except OSError as error:
             raise MegaliteError(
-                f"{self.path} cannot be written: {error.strerror}; make room and start the run "
-                "again, it goes on from its newest checkpoint"
+                f"{cannot_write(self.path, error)}; then start the run again, it goes on from its "
+                "newest checkpoint"
             ) from error
 
     def close(self) -> None:

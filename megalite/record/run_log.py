@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from megalite.config import RunConfig
 from megalite.config.text import to_toml
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import ConfigError, MegaliteError, cannot_write
 from megalite.record.console import Console
 from megalite.record.metrics import Device
 from megalite.record.records import lock_folder
@@ -43,14 +43,13 @@ class RunLog:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self._folder)
+            self._lock = lock_folder(self._folder, self._console.print)
             (self._folder / "config.toml").write_text(to_toml(self._config), encoding="utf-8")
             self._recorder = Recorder(self._folder, self._config, self._console.print)
             self._console.open_log(self._folder / "log.txt")
         except OSError as error:
-            raise ConfigError(
-                f"run folder {self._folder} cannot be written: {error.strerror}; change out or name"
-            ) from error
+            text = cannot_write(f"run folder {self._folder}", error, "change out or name")
+            raise ConfigError(text) from error
         kind = "run" if self._recorder.attempt == 1 else "restart"
         self._recorder.write(kind, step=step, **first)
         self._lines = StepLines(self._config, self._device, total_steps)

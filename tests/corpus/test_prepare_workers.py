@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -415,6 +417,20 @@ def test_two_runs_for_one_dataset_at_once_are_refused(work: Path, tmp_path: Path
         pytest.raises(DataError, match="another run is making this dataset"),
     ):
         run(work, tmp_path / "out")
+
+
+def test_a_file_system_without_locks_costs_a_warning(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run(work, tmp_path / "out")
+    assert Path(f"{tmp_path}/out.idx").exists()
+    assert capfd.readouterr().err.startswith(
+        f"warning: {tmp_path}/out.unfinished/lock cannot be locked (No locks available): this file "
+    )
 
 
 def test_nothing_is_taken_behind_a_chunk_that_differs(work: Path, tmp_path: Path) -> None:

@@ -107,11 +107,11 @@ def test_one_rank_with_another_setting_is_named_on_every_rank(
 
 
 def test_a_run_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
-    held = lock_folder(tmp_path)
+    held = lock_folder(tmp_path, print)
     with pytest.raises(ConfigError, match="is in use by another run"):
-        lock_folder(tmp_path)
+        lock_folder(tmp_path, print)
     held.close()
-    lock_folder(tmp_path).close()
+    lock_folder(tmp_path, print).close()
 
 
 def test_an_evaluation_due_where_a_run_was_stopped_is_not_lost(
