@@ -157,8 +157,7 @@ class WandbSink:
             return own
         url = str(settings.base_url)
         if not has_key(settings, url):
-            if asked == "online":
-                self._keep_offline("has no key (`wandb login`)")
+            self._keep_offline("has no key (`wandb login`)")
             return "offline"
         if not reachable(url):
             self._keep_offline(f"at {url} cannot be reached")
@@ -167,11 +166,18 @@ class WandbSink:
 
 
 def run_id(folder: Path) -> str:
-    """The wandb id of a run folder, created on first use."""
-    path = folder / "wandb_id"
-    if not path.is_file():
-        path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    """The wandb id of a run folder, made on first use.
+
+    A copy of a run folder is another run, so the file says, in its second line, which folder the id
+    is for; an id of an earlier version, without that line, is the folder's own.
+    """
+    path, own = folder / "wandb_id", str(folder.resolve())
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found, *owner = text.splitlines() or [uuid.uuid4().hex[:12]]
+    if owner and owner[0] != own:
+        found = uuid.uuid4().hex[:12]
+    path.write_text(f"{found}\n{own}\n", encoding="utf-8")
+    return found
 
 
 def has_key(settings: Any, url: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import socket
 import struct
 import threading
@@ -201,7 +202,8 @@ def drive(fake: FakeWandb, folder: Path, steps: int = 3, **changes: Any) -> list
 def test_without_a_key_or_a_network_the_run_is_offline(tmp_path: Path) -> None:
     fake = FakeWandb(key=None)
     fake.settings.base_url = "http://nowhere.invalid"
-    assert drive(fake, tmp_path) == []
+    (warning,) = drive(fake, tmp_path)
+    assert warning.startswith("warning: wandb has no key (`wandb login`); this run is kept offline")
     assert (fake.modes, len(fake.logged), fake.finished) == (["offline"], 3, [75])
     fake = FakeWandb()
     (warning,) = drive(fake, tmp_path, mode="online")
@@ -210,6 +212,27 @@ def test_without_a_key_or_a_network_the_run_is_offline(tmp_path: Path) -> None:
     fake.settings.mode = "disabled"
     assert drive(fake, tmp_path) == []
     assert fake.modes[1:] == ["disabled"]
+
+
+def test_a_copied_run_folder_is_a_wandb_run_of_its_own(tmp_path: Path) -> None:
+    first = tmp_path / "a"
+    first.mkdir()
+    known = run_id(first)
+    assert run_id(first) == known
+    copy = tmp_path / "b"
+    shutil.copytree(first, copy)
+    other = run_id(copy)
+    assert other != known
+    assert (run_id(first), run_id(copy)) == (known, other)
+    (tmp_path / "link").symlink_to(first)
+    assert run_id(tmp_path / "link") == known
+
+
+def test_an_id_of_an_earlier_version_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "wandb_id").write_text("0123456789ab\n")
+    assert run_id(tmp_path) == "0123456789ab"
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert run_id(tmp_path / "copy") != "0123456789ab"
 
 
 def test_with_a_key_and_a_network_the_run_is_online(tmp_path: Path) -> None:
