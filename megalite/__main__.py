@@ -11,7 +11,7 @@ def main() -> None:
         from megalite.cli.main import main as run
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(130)  # errors.EXIT_INTERRUPTED; an import may be interrupted again
     run()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,7 +84,8 @@ def generate(
         if prompts is None:
             typer.echo(whole)
         else:
-            typer.echo(json.dumps({"prompt": text, "completion": completion}, ensure_ascii=False))
+            line = {"prompt": text, "completion": completion}
+            typer.echo(json.dumps(line, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
 
 
 def _problems(

@@ -1,35 +1,29 @@
-"""The end of a verb that is interrupted and can be continued: a message, and exit code 75."""
+"""The end of a verb that is interrupted: a message and an exit code."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import typer
 
-from megalite.errors import EXIT_SAVED
+from megalite.process.signals import SignalFlag
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Within it SIGTERM and Ctrl-C raise KeyboardInterrupt, so that cleanup runs.
+def interruptible(what: str, code: int) -> Iterator[None]:
+    """Within it the first signal raises KeyboardInterrupt, so that cleanup runs; see SignalFlag.
 
-    An interruption is reported on stderr, with the notes of the exception (the work that is kept),
-    and ends the process with EXIT_SAVED.
+    An interruption is reported on stderr: that no `what` was made, with the notes of the exception
+    (the work that is kept). It ends the process with `code`. A second signal ends it at once, also
+    while a library has the main thread.
     """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        with SignalFlag("cleans up and leaves", interrupts=True) as flag:
+            flag.listen()
+            yield
     except KeyboardInterrupt as error:
-        typer.echo("error: interrupted; no dataset was made", err=True)
+        typer.echo(f"error: interrupted; no {what} was made", err=True)
         for note in getattr(error, "__notes__", ()):
             typer.echo(f"note: {note}", err=True)
-        raise typer.Exit(EXIT_SAVED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        raise typer.Exit(code) from None

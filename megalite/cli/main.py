@@ -7,7 +7,6 @@ stderr, a "note:" line for each of their notes, exit code 2, no traceback.
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +19,8 @@ from megalite.cli.info import info
 from megalite.cli.options import ConfigFile, Overrides, SettingsCommand, path
 from megalite.cli.plan import plan
 from megalite.cli.schedule import schedule
-from megalite.errors import EXIT_USER, ConfigError, MegaliteError
+from megalite.errors import EXIT_INTERRUPTED, EXIT_USER, ConfigError, MegaliteError
+from megalite.process.terminal import replace_unencodable
 
 if TYPE_CHECKING:
     from megalite.config import RunConfig
@@ -40,7 +40,7 @@ class _ErrorsToLines(TyperGroup):
             raise typer.Exit(EXIT_USER) from None
         except KeyboardInterrupt:
             typer.echo("error: interrupted", err=True)
-            raise typer.Exit(128 + signal.SIGINT) from None
+            raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 app = typer.Typer(
@@ -188,7 +188,8 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point of the `megalite` command."""
+    """Run the command line. Characters that standard output cannot have are replaced."""
+    replace_unencodable()
     app()
 
 

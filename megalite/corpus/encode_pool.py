@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -40,7 +39,10 @@ class Worker:
 
     def __init__(self, encoder: Encoder) -> None:
         command = [sys.executable, "-P", "-c", START, json.dumps(sys.path)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # In a process group of its own the keys and the end of a terminal reach the parent alone.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
         self._to = cast(IO[bytes], self._process.stdin)
         self._from = cast(IO[bytes], self._process.stdout)
         tokenizer = encoder.tokenizer
@@ -166,8 +168,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process. Ctrl-C reaches it, too, but only the parent handles that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Entry point of the process."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # From here on a print, of a library for example, goes to stderr and not between the answers.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

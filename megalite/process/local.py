@@ -30,7 +30,8 @@ from megalite.errors import EXIT_FAULT, EXIT_SAVED, EXIT_USER, ConfigError, Mega
 from megalite.process.env import DeviceKind, hold_port, init_process, pick_device
 from megalite.process.failures import RankFailure, summarize
 from megalite.process.launcher import Launch
-from megalite.process.signals import CAUGHT, SignalFlag, leave_now, show_cursor
+from megalite.process.signals import CAUGHT, SignalFlag, leave_now
+from megalite.process.terminal import replace_unencodable, show_cursor
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -107,7 +108,7 @@ def run_local(
     context: Any = multiprocessing.get_context(method)
     listener = hold_port()
     ranks: list[_Rank] = []
-    signals = flag or SignalFlag(speaks=False)
+    signals = flag or SignalFlag("")
     with signals:
         try:
             # Blocked while ranks start: a signal passed on now would miss those not yet started.
@@ -187,6 +188,7 @@ def _rank_main(
     flag.place(launch)
     _set_up_signals(flag if flagged else None)
     _end_with_parent()
+    replace_unencodable()
     if launch.rank != 0:
         listener.close()  # rank 0 serves the rendezvous on it
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from megalite.errors import EXIT_FAULT
 from megalite.process.launcher import Launch
+from megalite.process.terminal import show_cursor
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -31,8 +32,6 @@ LEAVE_S = 20.0
 # so one `scancel` comes twice. The same signal within so many seconds is the same request.
 _SAME_REQUEST_S = 2.0
 
-_SHOW_CURSOR = b"\x1b[?25h"
-
 
 class SignalFlag:
     """Context manager: while active, the signals in CAUGHT are remembered, not obeyed.
@@ -43,12 +42,15 @@ class SignalFlag:
 
     Entering it again inside changes nothing. On entry the signals are unblocked, so one that came
     while they were blocked is remembered now. `pass_on` is called with each signal that is not the
-    second one. With `speaks` the first one prints a line.
+    second one. The first one prints `says`, what it will do, unless that is "". With `interrupts`
+    it also raises KeyboardInterrupt in the main thread.
     """
 
-    def __init__(self, *, speaks: bool = True) -> None:
+    def __init__(
+        self, says: str = "saves at the end of the step and leaves", *, interrupts: bool = False
+    ) -> None:
         self.received: dict[int, float] = {}  # signal: monotonic seconds at which it first came
-        self.speaks = speaks
+        self._says, self._interrupts = says, interrupts
         self.pass_on: Callable[[int], object] = lambda number: None
         self.end: Callable[[int], object] = leave_now
         self._same_request_s = 0.0
@@ -76,7 +78,8 @@ class SignalFlag:
 
         Under the local launcher only that speaks, and counts.
         """
-        self.speaks = launch.rank == 0 and launch.source != "local"
+        if launch.rank != 0 or launch.source == "local":
+            self._says = ""
         same_request_s = {"local": math.inf, "single": 0.0}
         self._same_request_s = same_request_s.get(launch.source, _SAME_REQUEST_S)
 
@@ -159,6 +162,8 @@ class SignalFlag:
         """Python's handler: takes the signal unless the thread has it."""
         if self._wakeup is None:
             self._take(number)
+        if self._interrupts:
+            raise KeyboardInterrupt
 
     def _read(self, reader: int) -> None:
         """Body of the thread: the numbers of signals come through the pipe."""
@@ -173,13 +178,13 @@ class SignalFlag:
         repeats = now - self.received.get(number, -math.inf) < self._same_request_s
         asked = any(earlier != signal.SIGUSR1 for earlier in self.received)
         if asked and number != signal.SIGUSR1 and not repeats:
-            if self.speaks:
+            if self._says:
                 _print(f"{name} again: ends at once, without saving")
             self.end(128 + number)
             return
 
-        if self.speaks and not self.received:
-            _print(f"{name}: saves at the end of the step and leaves; again: ends at once")
+        if self._says and not self.received:
+            _print(f"{name}: {self._says}; again: ends at once")
         self.received.setdefault(number, now)
         self.pass_on(number)
 
@@ -188,14 +193,6 @@ def leave_now(code: int) -> None:
     """End the process at once: no cleanup but of the terminal, whatever other threads do."""
     show_cursor()
     os._exit(code)
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor, which a progress bar hides, if this process writes to one."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            if os.isatty(descriptor):
-                os.write(descriptor, _SHOW_CURSOR)
 
 
 def _print(line: str) -> None:

@@ -173,9 +173,9 @@ def test_progress_is_shown_on_a_terminal_only(source: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
-    source: Path, tmp_path: Path, number: int
+    source: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """A part of the source is a pipe without a writer, so that the command waits in the middle."""
     train(source, tmp_path / "t.model")
@@ -203,6 +203,7 @@ def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
     _, stderr = running.communicate(timeout=300)
     assert running.returncode == 75
     assert stderr == (
+        f"{number.name}: cleans up and leaves; again: ends at once\n"
         "error: interrupted; no dataset was made\n"
         f"note: what was done is kept in {out}.unfinished; the same command goes on\n"
     )
@@ -212,3 +213,65 @@ def test_an_interrupted_command_says_so_and_the_same_command_goes_on(
     assert "broken JSON: 1,200" in done.stdout
     assert "documents  120" in done.stdout
     assert not Path(f"{out}.unfinished").exists()
+
+
+# A library has the main thread, as in the training of a tokenizer: the lock is never free.
+OCCUPIED = """
+import ctypes
+from megalite.cli.interrupt import interruptible
+with interruptible("dataset", 75):
+    lock, library = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+    library.pthread_mutex_lock(lock)
+    print("ready", flush=True)
+    library.pthread_mutex_lock(lock)
+"""
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGHUP)]
+)
+def test_a_second_signal_ends_at_once_whatever_has_the_main_thread(
+    numbers: tuple[signal.Signals, signal.Signals],
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OCCUPIED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        first, second = numbers
+        process.send_signal(first)
+        told = f"{first.name}: cleans up and leaves; again: ends at once\n"
+        assert process.stderr.readline() == told
+        process.send_signal(second)
+        assert process.wait(60) == 128 + second
+
+
+def test_an_interrupted_training_of_a_tokenizer_says_that_nothing_was_made(source: Path) -> None:
+    code = """
+import sys, time
+from megalite.corpus import prepare_tokenizer
+def train(*arguments, **named):
+    print("ready", flush=True)
+    time.sleep(600)
+prepare_tokenizer.make_tokenizer = train
+from megalite.cli.main import main
+main()
+"""
+    arguments = ["data", "tokenizer", str(source), "--out", f"{source}.model"]
+    command = [sys.executable, "-c", code, *arguments, "--vocab-size", "290"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr == (
+        "SIGINT: cleans up and leaves; again: ends at once\n"
+        "error: interrupted; no tokenizer was made\n"
+    )

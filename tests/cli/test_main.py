@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -206,3 +210,56 @@ def test_the_traceback_option_shows_where_an_error_was_raised(run_file: Path) ->
 def test_the_quickstart_config_is_accepted() -> None:
     result = invoke("train", ROOT / "configs" / "quickstart.toml", "--print-config")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTHONIOENCODING": "latin-1"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        {"PYTHONIOENCODING": "utf-8"},
+    ],
+)
+def test_characters_that_the_console_lacks_are_replaced(
+    run_file: Path, variables: dict[str, str]
+) -> None:
+    """ASCII is taken for a mistake of the environment by click, which writes UTF-8 then."""
+    setting = "out=\u0436\u00e4"
+    code = f"""
+import sys
+sys.argv = ["megalite", "train", {str(run_file)!r}, "--print-config", {setting!a}]
+from megalite.__main__ import main
+main()
+"""
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [b"\\u0436\xe4"] if "latin-1" in variables.values() else ["\u0436\u00e4".encode()]
+    assert any(text in done.stdout for text in [*shown, b"\\u0436\\xe4"])
+
+
+def test_ctrl_c_ends_any_verb_in_a_line(tmp_path: Path) -> None:
+    """The file of prompts is a pipe that gives nothing, so the verb waits."""
+    pipe = tmp_path / "prompts.txt"
+    os.mkfifo(pipe)
+    # As at a terminal: a suite that was started in the background hands on an ignored Ctrl-C.
+    running = subprocess.Popen(
+        [sys.executable, "-m", "megalite", "generate", tmp_path, "--prompts", pipe],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline, held = time.monotonic() + 120, -1
+    while held < 0:
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < deadline
+        with contextlib.suppress(OSError):  # nobody reads yet
+            held = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=120)
+    os.close(held)
+    assert (running.returncode, stderr) == (130, "error: interrupted\n")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,26 @@ def test_prompts_of_a_file_give_json_lines(runs: Path, tmp_path: Path) -> None:
             runs / "tp2", "--prompt", record["prompt"], "--tokens", 6, "--seed", 5 + index
         )
         assert alone.output == record["prompt"] + record["completion"] + "\n"
+
+
+@pytest.mark.long
+def test_a_console_of_few_letters_gets_escapes(runs: Path, tmp_path: Path) -> None:
+    """And JSON lines are JSON there, too."""
+    prompt = "caf\u00e9 \u4e2d\U0001f600"
+    (tmp_path / "prompts.txt").write_text(prompt + "\n", encoding="utf-8")
+    one = ["--prompts", str(tmp_path / "prompts.txt")]
+    for options in (one, ["--prompt", prompt]):
+        done = subprocess.run(
+            [sys.executable, "-m", "megalite", "generate", runs / "tp2", *options, "--tokens", "2"],
+            env={**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        if options is one:
+            assert json.loads(done.stdout)["prompt"] == prompt
+        else:
+            assert done.stdout.startswith(b"caf\xe9 \\u4e2d\\U0001f600")
 
 
 def test_a_line_of_prompts_ends_where_a_file_has_line_ends(runs: Path, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def prepare(
     from megalite.cli.progress import ProgressBar
     from megalite.corpus.prepare import prepare as run
     from megalite.corpus.publish import require_free
+    from megalite.errors import EXIT_SAVED
 
     if not overwrite:
         require_free(out)
@@ -83,7 +84,7 @@ def prepare(
     corpus = open_source(source, key, on_bad, max_bytes, suffix, encoding)
 
     # The bar is inside: it must be gone before the message of an interruption is printed.
-    with interruptible(), ProgressBar() as bar:
+    with interruptible("dataset", EXIT_SAVED), ProgressBar() as bar:
         report = run(
             corpus,
             out,

@@ -53,13 +53,15 @@ def tokenizer(
 ) -> None:
     """Train a tokenizer that gives any text back: bytes for rare characters, no control ids from
     text. Other datasets can then be prepared with the same one (prepare --tokenizer)."""
+    from megalite.cli.interrupt import interruptible
     from megalite.cli.progress import ProgressBar
     from megalite.corpus.prepare_tokenizer import make_tokenizer
+    from megalite.errors import EXIT_INTERRUPTED
 
     corpus = open_source(source, key, on_bad, max_bytes, suffix, encoding)
 
-    # Not `interruptible`: nothing is kept of an interrupted training, so it is not continued.
-    with ProgressBar() as bar:
+    # Nothing is kept of an interrupted training, so it is not continued.
+    with interruptible("tokenizer", EXIT_INTERRUPTED), ProgressBar() as bar:
         report, found = make_tokenizer(
             corpus,
             out,
