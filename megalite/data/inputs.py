@@ -15,10 +15,16 @@ from megalite.errors import DataError
 
 def open_dataset(path: str, config: RunConfig) -> TokenDataset:
     """A dataset; DataError if the config's tokenizer is not the one of its sidecar."""
-    dataset, tokenizer = TokenDataset(path), config.data.tokenizer
+    dataset = TokenDataset(path)
+    require_own_tokenizer(dataset, config)
+    return dataset
+
+
+def require_own_tokenizer(dataset: TokenDataset, config: RunConfig) -> None:
+    """Raise DataError if the config's tokenizer is not the one of the dataset's sidecar."""
+    tokenizer = config.data.tokenizer
     if tokenizer is not None and dataset.sidecar is not None:
         require_tokenizer(dataset.sidecar, dataset.prefix, tokenizer)
-    return dataset
 
 
 def split_source(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, TokenSpan]:

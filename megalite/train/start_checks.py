@@ -9,7 +9,8 @@ minutes, and `megalite data inspect` reads the rest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megalite.config.inputs import dataset_paths, sources
 from megalite.config.saved import saved_config
 from megalite.data.dataset import TokenDataset
 from megalite.data.indexed import file_of
-from megalite.data.inputs import open_dataset, split_source, whole_set
+from megalite.data.inputs import require_own_tokenizer, split_source, whole_set
 from megalite.data.sidecar import require_checksum
 from megalite.errors import CheckpointError, DataError
 from megalite.train.changes import changed_settings, require_accepted, resumed_plan
@@ -63,42 +64,52 @@ def _data_problems(config: RunConfig) -> list[str]:
     problems: list[str] = []
     for path in dict.fromkeys(path for _, path in dataset_paths(config)):
         if all(file_of(path, suffix).is_file() for suffix in (".bin", ".idx")):
-            for check in (_check_content, _check_ids, _check_tokenizer, _check_samples):
-                problems += _lines_of(check, path, config)
-    return list(dict.fromkeys(problems))  # each check may fail to open one dataset
+            problems += _dataset_problems(path, config)
+    return problems
 
 
-def _lines_of(check: Callable[[str, RunConfig], None], path: str, config: RunConfig) -> list[str]:
-    """The error that a check raises, as a line; none if it passes."""
+def _dataset_problems(path: str, config: RunConfig) -> list[str]:
+    """Everything that is wrong with one dataset. It is opened once: that reads much of it."""
+    problems: list[str] = []
+    dataset: TokenDataset | None = None
+    with _collected(problems, path):
+        dataset = TokenDataset(path)
+    if dataset is not None:
+        for check in (_check_content, _check_ids, _check_tokenizer, _check_samples):
+            with _collected(problems, path):
+                check(dataset, path, config)
+    return problems
+
+
+@contextmanager
+def _collected(problems: list[str], path: str) -> Iterator[None]:
+    """Within it an error about the dataset at `path` becomes a line of `problems`."""
     try:
-        check(path, config)
+        yield
     except DataError as error:
-        return [str(error)]
+        problems.append(str(error))
     except OSError as error:
-        return [f"{error.filename or path}: cannot be read: {error.strerror}"]
-    return []
+        problems.append(f"{error.filename or path}: cannot be read: {error.strerror}")
 
 
-def _check_content(path: str, config: RunConfig) -> None:
-    dataset = TokenDataset(path)
+def _check_content(dataset: TokenDataset, path: str, config: RunConfig) -> None:
     sidecar, indexed = dataset.sidecar, dataset.indexed
     size = indexed.bin_path.stat().st_size + indexed.idx_path.stat().st_size
     if sidecar is not None and size <= CHECKED_BYTES:
         require_checksum(sidecar, indexed)
 
 
-def _check_ids(path: str, config: RunConfig) -> None:
-    TokenDataset(path).check_vocab(config.model.vocab_size)
+def _check_ids(dataset: TokenDataset, path: str, config: RunConfig) -> None:
+    dataset.check_vocab(config.model.vocab_size)
 
 
-def _check_tokenizer(path: str, config: RunConfig) -> None:
+def _check_tokenizer(dataset: TokenDataset, path: str, config: RunConfig) -> None:
     if config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
-        open_dataset(path, config)
+        require_own_tokenizer(dataset, config)
 
 
-def _check_samples(path: str, config: RunConfig) -> None:
+def _check_samples(dataset: TokenDataset, path: str, config: RunConfig) -> None:
     """Sequences that are too long for the data."""
-    dataset = TokenDataset(path)
     for source in sources(config.data):
         if source.path == path:
             split_source(dataset, source, config)
