@@ -364,6 +364,21 @@ def test_lengths_in_tokens_of_a_step_are_taken() -> None:
     assert check_config(inverse) == []
 
 
+def test_the_best_checkpoint_goes_by_a_set_that_is_evaluated() -> None:
+    evaluated = {"eval__interval": 5, "data__split": (0.9, 0.05, 0.05)}
+    for name in ("validation", "books"):
+        sets = [{"name": "books", "path": "data/books"}]
+        fitting = config(**evaluated, eval__sets=sets, checkpoint__keep_best=name)
+        assert check_config(fitting) == []
+    for name in ("test", "validation/web"):  # the test set is evaluated once, at the end
+        (line,) = check_config(config(**evaluated, checkpoint__keep_best=name))
+        assert line == (
+            f"checkpoint.keep_best={name} is not evaluated during the run; use validation"
+        )
+    (line,) = check_config(config(checkpoint__keep_best="validation"))
+    assert line.startswith("checkpoint.keep_best=validation has no effect: eval.interval=0 never")
+
+
 def test_what_a_short_run_does_not_reach_is_told_not_refused() -> None:
     intervals = {
         "eval__interval": 50,

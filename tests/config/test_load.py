@@ -51,6 +51,17 @@ def test_a_minimal_file_loads_with_defaults(minimal: Path) -> None:
     assert set(loaded.origins) == set(keys())
 
 
+def test_what_follows_from_a_written_setting_is_derived(minimal: Path) -> None:
+    loaded = load_config(minimal, ["checkpoint.interval=0"])
+    assert loaded.config.checkpoint.interval_s == 0
+    assert loaded.origins["checkpoint.interval_s"] == "derived"
+    both = load_config(minimal, ["checkpoint.interval=0", "checkpoint.interval_s=60"])
+    assert (both.config.checkpoint.interval_s, both.origins["checkpoint.interval_s"]) == (
+        60,
+        "override",
+    )
+
+
 def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     base = write(tmp_path / "models", MINIMAL, "base.toml")

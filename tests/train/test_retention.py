@@ -282,6 +282,16 @@ def test_links_and_what_lies_outside_the_run_folder_stay(
     assert "2 more in " in log_of(config)
 
 
+def test_a_link_within_the_run_folder_stays(pool: RankPool, make: Any) -> None:
+    config = make(checkpoint__keep=1)
+    run(pool, config, 3)
+    path = checkpoints_of(config.folder) / step_name(3)
+    path.rename(config.folder / "mine")
+    path.symlink_to(config.folder / "mine")
+    run(pool, config)
+    assert there(config) == [3, 8]
+
+
 def test_the_one_that_load_weights_names_stays(pool: RankPool, make: Any) -> None:
     config = make(checkpoint__keep=1)
     source = checkpoints_of(config.folder) / step_name(2)
@@ -297,8 +307,9 @@ def test_damaged_ones_are_not_counted_and_those_above_go_after_the_next_save(
     config = make(checkpoint__interval=2, checkpoint__keep=3)
     run(pool, config, 6)
     root = checkpoints_of(config.folder)
-    for step in (2, 6):
-        next((root / step_name(step)).glob("*.safetensors")).write_bytes(b"")
+    shards = {step: next((root / step_name(step)).glob("*.safetensors")) for step in (2, 6)}
+    shards[2].write_bytes(b"")
+    shards[6].write_bytes(bytes(shards[6].stat().st_size))  # of the right size
 
     class Watching(Disk):
         def remove(self, path: Path) -> None:
