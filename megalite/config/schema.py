@@ -311,7 +311,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When a run saves, which checkpoints stay, and the state that a run starts from.
+    """Saves of a run, the checkpoints that stay, and the state that a run starts from.
 
     It saves by the first of both intervals that is due, at the end and on a signal.
     """

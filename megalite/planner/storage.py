@@ -1,4 +1,4 @@
-"""What a run's checkpoints take on disk, and the line that says when it saves."""
+"""The bytes that a run's checkpoints take on disk, and the line that says when it saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, by step. Deletes nothing."""
+"""The choice of the checkpoints of a run that stay, by step. Deletes nothing."""
 
 from __future__ import annotations
 
