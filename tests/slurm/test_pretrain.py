@@ -182,3 +182,13 @@ def test_mistakes_and_scancel_end_a_job_for_good_and_srun_alone_trains(jobs: Job
         assert shown["ExitCode"] == "2:0"
     assert "megalite: stopped: the config has mistakes" in jobs.log(typo)
     assert 'checkpoint.resume="must"' in jobs.log(unready)
+
+
+def test_local_starts_in_the_shell_of_an_allocation(jobs: Jobs) -> None:
+    """Also where salloc starts a step of one task for it, as use_interactive_step has it."""
+    small: Any = {"parallel__dp": 1}
+    step = ["srun", "--interactive", "--preserve-env", "--ntasks=1"]
+    for name, shell in (("shell", []), ("step", step)):
+        command = ["salloc", "--ntasks=4", *shell, "megalite", "train"]
+        jobs.cluster.run(*command, jobs.config(name, 2, **small), "--local")
+        assert step_numbers(jobs.run_folder(name))[-1][0] == 2
