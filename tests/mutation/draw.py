@@ -42,6 +42,7 @@ LATER = {
         "tests/train",
     ),
     "corpus": ("tests/cli",),
+    "distributed": ("tests/process", "tests/parity", "tests/train"),
     "generate": ("tests/cli",),
     "kernels": ("tests/model", "tests/train/test_kernel_choice.py", "tests/parity"),
     "planner": ("tests/cli",),
