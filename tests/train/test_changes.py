@@ -188,6 +188,7 @@ RAMP = {
     "train.batch_ramp_samples": 8,
 }
 RAMP_TOKENS = {**RAMP, "train.batch_ramp_samples": None, "train.batch_ramp_tokens": 128}
+ABOVE_0 = {"optimizer.min_lr": 1e-3}  # or a decay that ends early is refused
 NO_WARMUP = {"optimizer.warmup_steps": 0}
 ALL_ADAMW = [{"match": "*", "algorithm": "adamw"}]
 
@@ -199,8 +200,8 @@ PAIRS: list[tuple[str, dict[str, Any], Any, Any]] = [
     ("optimizer.lr_schedule", {}, "cosine", "linear"),
     ("optimizer.warmup_steps", {}, 2, 1),
     ("optimizer.warmup_tokens", NO_WARMUP, None, 64),
-    ("optimizer.decay_steps", {}, None, 5),
-    ("optimizer.decay_tokens", {}, None, 320),
+    ("optimizer.decay_steps", ABOVE_0, None, 5),
+    ("optimizer.decay_tokens", ABOVE_0, None, 320),
     ("optimizer.wsd_decay_steps", WSD, 2, 3),
     ("optimizer.wsd_decay_tokens", WSD_TOKENS, 128, 192),
     ("optimizer.wsd_decay_shape", WSD, "1-sqrt", "linear"),
