@@ -7,7 +7,6 @@ counts of the documents left out; under policy fail the first bad document is it
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,6 @@ class Entry:
     """The result for one chunk without its ids: a line of the record of an unfinished run."""
 
     digest: str  # of the chunk
-    checksum: int = 0  # CRC-32 of lengths and ids as bytes
     counts: Counts = field(default_factory=Counts)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,15 +118,12 @@ class Encoder:
                 elif not counts.first_change:
                     counts.first_change = first_change(text, decoded)
 
-        # The checksum lets a later run trust the ids in the folder of an unfinished one.
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype="<i4", count=len(rows))
         ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
         counts.num_tokens = len(ids)
         counts.max_id = int(ids.max()) if len(ids) else -1
         self._count_unknown(counts, ids, rows, texts)
-        encoded = Encoded(entry, ids.astype(self.dtype).tobytes(), lengths.tobytes())
-        entry.checksum = checksum(encoded.lengths, encoded.ids)
-        return encoded
+        return Encoded(entry, ids.astype(self.dtype).tobytes(), lengths.tobytes())
 
     def _count_unknown(
         self, counts: Counts, ids: NDArray[Any], rows: list[NDArray[Any]], texts: list[str]
@@ -149,8 +144,3 @@ class Encoder:
             ids[start : start + len(row)] = row
             start += len(row) + 1  # the end id is there already
         return ids
-
-
-def checksum(lengths: bytes, ids: bytes) -> int:
-    """CRC-32 of lengths and ids, one after the other."""
-    return zlib.crc32(ids, zlib.crc32(lengths))

@@ -1,10 +1,11 @@
 """`PREFIX.unfinished/`: the chunks that an unfinished `prepare` has done, for the next one.
 
 Ids and lengths are appended in order as chunks are done, with one line per chunk in a record: the
-chunk's digest, the counts, a checksum. A later run with the same tokenizer and options reads the
-source again and takes over chunks as long as digests and checksums agree; from the first that
-differs it encodes. So the result is that of one run without a break, however the source has changed
-meanwhile, and neither SIGKILL nor a power cut can damage it. Nothing here opens as a dataset.
+chunk's digest, the counts, and a checksum of line, ids and lengths. A later run with the same
+tokenizer and options reads the source again and takes over chunks as long as digests and checksums
+agree; from the first that differs it encodes. So the result is that of one run without a break,
+however the source has changed meanwhile, and neither SIGKILL nor a power cut can damage it. Nothing
+here opens as a dataset.
 
 The work of an earlier run with other options stays until the first chunk of this one is done, so a
 mistaken command costs nothing. A folder that no later run can use is removed at the end.
@@ -16,13 +17,14 @@ import json
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from megalite.corpus.encoding import Encoded, Entry, checksum
+from megalite.corpus.encoding import Encoded, Entry
 from megalite.corpus.publish import check_prefix, publish_files, sync, write_synced
 from megalite.data.indexed import file_of
 from megalite.errors import DataError, cannot_write
@@ -180,14 +182,15 @@ class Chunks:
 
     def _read_next(self) -> Entry | None:
         """The entry of the next chunk, None if there is none or its checksum differs."""
+        stated, _, line = self._streams["record"].readline().partition(b" ")
         try:
-            values = json.loads(self._streams["record"].readline())
+            values = json.loads(line)
             entry = Entry.from_json(values["entry"])
             ids = self._streams["ids"].read(values["id_bytes"])
             lengths = self._streams["lengths"].read(values["length_bytes"])
         except (ValueError, KeyError, TypeError):
             return None
-        return entry if checksum(lengths, ids) == entry.checksum else None
+        return entry if stated == _checksum(line, ids, lengths) else None
 
     def append(self, encoded: Encoded) -> None:
         """Add a chunk after those so far; chunks in the folder that were not taken are dropped."""
@@ -198,10 +201,12 @@ class Chunks:
             "length_bytes": len(encoded.lengths),
         }
         # The record comes last: a line in it claims that the ids and lengths are there.
+        record = json.dumps(line).encode() + b"\n"
+        stated = _checksum(record, encoded.ids, encoded.lengths)
         content = {
             "ids": encoded.ids,
             "lengths": encoded.lengths,
-            "record": json.dumps(line).encode() + b"\n",
+            "record": stated + b" " + record,
         }
         for name, part in content.items():
             self._streams[name].write(part)
@@ -240,3 +245,11 @@ class Chunks:
         for name in self._sizes:
             self._folder.path(name).touch()
         return {name: self._folder.path(name).open("r+b") for name in self._sizes}
+
+
+def _checksum(*parts: bytes) -> bytes:
+    """CRC-32 of parts, one after the other, in hex."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part, found)
+    return b"%08x" % found

@@ -32,6 +32,8 @@ LEAVE_S = 20.0
 # so one `scancel` comes twice. The same signal within so many seconds is the same request.
 _SAME_REQUEST_S = 2.0
 
+_TAKEN_S = 1.0  # for the listening thread to take a signal; it does so in milliseconds
+
 
 class SignalFlag:
     """Context manager: while active, the signals in CAUGHT are remembered, not obeyed.
@@ -57,6 +59,7 @@ class SignalFlag:
         self._depth = 0
         self._previous: dict[signal.Signals, Any] = {}
         self._wakeup: tuple[int, int] | None = None  # ends of the pipe of the listening thread
+        self._taken = threading.Event()
 
     @property
     def raised(self) -> bool:
@@ -163,6 +166,8 @@ class SignalFlag:
         if self._wakeup is None:
             self._take(number)
         if self._interrupts:
+            # The thread prints what happens now before the main thread prints what came of it.
+            self._taken.wait(_TAKEN_S)
             raise KeyboardInterrupt
 
     def _read(self, reader: int) -> None:
@@ -187,6 +192,7 @@ class SignalFlag:
             _print(f"{name}: {self._says}; again: ends at once")
         self.received.setdefault(number, now)
         self.pass_on(number)
+        self._taken.set()
 
 
 def leave_now(code: int) -> None:

@@ -222,8 +222,11 @@ from megalite.cli.interrupt import interruptible
 with interruptible("dataset", 75):
     lock, library = ctypes.create_string_buffer(256), ctypes.CDLL(None)
     library.pthread_mutex_lock(lock)
-    print("ready", flush=True)
-    library.pthread_mutex_lock(lock)
+    try:
+        print("ready", flush=True)
+        library.pthread_mutex_lock(lock)
+    except KeyboardInterrupt:  # the first signal came before the call
+        library.pthread_mutex_lock(lock)
 """
 
 

@@ -46,6 +46,11 @@ def test_code_on_the_command_line_is_refused_and_does_not_run(
     assert not (tmp_path / "ran").exists()
 
 
+# The one module that may read pickles: from the pipe of a process that it started itself, to which
+# nothing else can write.
+OWN_PIPES = ROOT / "megalite" / "corpus" / "encode_pool.py"
+
+
 def test_no_module_evaluates_text_or_reads_pickles() -> None:
     for path in [*(ROOT / "megalite").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -56,4 +61,5 @@ def test_no_module_evaluates_text_or_reads_pickles() -> None:
                 names = [alias.name for alias in node.names]
                 module = getattr(node, "module", None) or ""
                 heads = {name.split(".")[0] for name in [*names, module]}
-                assert not heads & {"pickle", "marshal", "shelve", "yaml"}, path
+                allowed = {"pickle"} if path == OWN_PIPES else set()
+                assert not heads & {"pickle", "marshal", "shelve", "yaml"} - allowed, path

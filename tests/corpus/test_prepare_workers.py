@@ -252,6 +252,17 @@ def test_damage_to_what_was_kept_never_reaches_the_result(
     assert report.counts.corpus == quiet[1].counts.corpus
 
 
+def test_damage_to_the_words_of_a_kept_report_is_seen(
+    work: Path, quiet: tuple[list[bytes], PrepareReport], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    interrupt(work, out, 6)
+    record = Path(f"{out}.unfinished") / "record"
+    record.write_bytes(record.read_bytes().replace(b"broken JSON", b"broken JSOM", 1))
+    report = run(work, out)
+    assert report.counts.corpus == quiet[1].counts.corpus
+
+
 def test_kept_parts_are_used_only_as_far_as_the_source_is_the_same(
     work: Path, quiet: tuple[list[bytes], PrepareReport], tmp_path: Path
 ) -> None:
@@ -439,7 +450,7 @@ def test_nothing_is_taken_behind_a_chunk_that_differs(work: Path, tmp_path: Path
         options = unfinished.read_json("options.json")
         assert options is not None
         digests = [
-            json.loads(line)["entry"]["digest"]
+            json.loads(line.partition(b" ")[2])["entry"]["digest"]
             for line in unfinished.path("record").read_bytes().splitlines()
         ]
         chunks = unfinished.chunks(options)
