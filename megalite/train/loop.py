@@ -289,10 +289,10 @@ class Trainer:
         self.clock.begin()
 
     def _delete_old(self) -> None:
-        """Delete the checkpoints that need not stay now that this step is saved; on rank 0."""
+        """Delete the checkpoints that need not stay now that this step is saved."""
         self.clock.stop()
         self.mesh.ledger.phase = "checkpoint"
-        self.retention.clean_up(self.step, self.at.losses)
+        self.retention.clean_up(self.step, self.at.losses, Ranks(self.mesh.world))
         self.clock.begin()
 
     # --- begin and end ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Deletion of a run's checkpoints as its settings have it, by rank 0.
+"""Deletion of a run's checkpoints as its settings have it.
 
 run/retention.py decides which stay. Never deleted are those that a version without checkpoint.keep
 saved, which have no such setting in their manifest, what is a link or lies outside the run folder,
@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megalite.checkpoint.disk import Disk
+from megalite.checkpoint.find import open_checkpoint
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.names import checkpoints_of, list_steps, step_name
 from megalite.checkpoint.store import check_sizes, delete
 from megalite.config import RunConfig
+from megalite.distributed.agree import Ranks
 from megalite.errors import CheckpointError
 from megalite.record.run_log import RunLog
 from megalite.run.retention import kept_steps
@@ -38,7 +40,7 @@ class Retention:
             except CheckpointError:
                 num_others += 1  # whose it is cannot be read
                 continue
-            if not self._may_delete(path, manifest):
+            if not (_has_setting(manifest) and self._is_ours(path)):
                 num_others += 1
                 continue
             self._own[step] = path
@@ -52,38 +54,44 @@ class Retention:
                 "checkpoint.keep, outside the run folder, or not readable)"
             )
 
-    def clean_up(self, step: int, losses: Mapping[int, float]) -> None:
+    def clean_up(self, step: int, losses: Mapping[int, float], ranks: Ranks) -> None:
         """Delete what need not stay now that `step` is saved, and what a rollback left above it.
 
-        losses: see `kept_steps`. A deletion that fails is a warning.
+        losses: see `kept_steps`. All ranks call it: before an older checkpoint goes, they read the
+        newer one back, every byte. What fails is a warning.
         """
-        if not self._log.is_open:
+        doomed = self._doomed(step, losses) if self._log.is_open else []
+        if not ranks.any(bool(doomed)):
             return
-        saved = self._root / step_name(step)
         try:
-            # The newer one first: it is read back before an older one goes.
-            manifest = read_manifest(saved)
-            check_sizes(saved, manifest, list(manifest.files))
-            self._own = {s: path for s, path in self._own.items() if path.is_dir()}
-            if self._may_delete(saved, manifest):
-                self._own[step] = saved
-                self._damaged.discard(step)
-
-            whole = [s for s in self._own if s <= step and s not in self._damaged]
-            kept = kept_steps(self._config.checkpoint, whole, losses) | {step}
-            doomed = [path for s, path in sorted(self._own.items()) if s not in kept]
+            open_checkpoint(self._root / step_name(step), ranks)
             delete(self._root, doomed, self._disk)
         except (CheckpointError, OSError) as error:
             self._log.print(f"warning: step {step}: older checkpoints were not deleted: {error}")
-            return
-        if doomed:
+        else:
             self._log.print(f"step {step:5d}: deleted {', '.join(p.name for p in doomed)}")
 
-    def _may_delete(self, path: Path, manifest: Manifest) -> bool:
-        config = manifest.config
-        settings = config.get("checkpoint") if isinstance(config, dict) else None
-        has_setting = isinstance(settings, dict) and "keep" in settings
+    def _doomed(self, step: int, losses: Mapping[int, float]) -> list[Path]:
+        """The checkpoints that need not stay, oldest first."""
+        saved = self._root / step_name(step)
+        self._own = {s: path for s, path in self._own.items() if path.is_dir()}
+        if self._is_ours(saved):
+            self._own[step] = saved
+            self._damaged.discard(step)
+        whole = [s for s in self._own if s <= step and s not in self._damaged]
+        kept = kept_steps(self._config.checkpoint, whole, losses) | {step}
+        return [path for s, path in sorted(self._own.items()) if s not in kept]
+
+    def _is_ours(self, path: Path) -> bool:
+        """True if a checkpoint lies in the run folder, and load_weights does not name it."""
         named = self._config.checkpoint.load_weights
         is_named = named is not None and Path(named).resolve() == path.resolve()
         inside = path.resolve().is_relative_to(self._config.folder.resolve())
-        return has_setting and inside and not path.is_symlink() and not is_named
+        return inside and not path.is_symlink() and not is_named
+
+
+def _has_setting(manifest: Manifest) -> bool:
+    """True if a version with checkpoint.keep saved it."""
+    config = manifest.config
+    settings = config.get("checkpoint") if isinstance(config, dict) else None
+    return isinstance(settings, dict) and "keep" in settings

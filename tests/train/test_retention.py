@@ -15,6 +15,8 @@ from megalite.checkpoint.find import find_latest
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.names import checkpoints_of, list_steps, step_name
 from megalite.config import RunConfig
+from megalite.distributed import comm
+from megalite.distributed.agree import Ranks
 from megalite.planner.storage import checkpoint_bytes, storage_line
 from megalite.train.loop import Trainer
 from megalite.train.retention import Retention
@@ -343,16 +345,42 @@ def test_a_deletion_that_fails_is_a_warning(pool: RankPool, make: Any) -> None:
 
 
 def test_nothing_goes_before_the_newer_one_reads_back(make: Any, tmp_path: Path) -> None:
-    config = make()
+    config = make(checkpoint__keep=1)
     shutil.copytree(FIXTURE_STEP, checkpoints_of(config.folder) / step_name(6))
     printed: list[str] = []
     log = mock.Mock(is_open=True, print=printed.append)
     retention = Retention(config, log)
     retention._own = {6: checkpoints_of(config.folder) / step_name(6)}
     (checkpoints_of(config.folder) / step_name(9)).mkdir()
-    retention.clean_up(9, {})
+    retention.clean_up(9, {}, Ranks())
     assert there(config) == [6, 9]
     assert printed[0].startswith("warning: step 9: older checkpoints were not deleted: ")
+
+
+def saves_damaged(ctx: Any, config: RunConfig) -> int:
+    """Runs in a rank: the last save has one wrong byte in each file, of the right size."""
+    trainer = make_trainer(ctx, config)
+    save = trainer._save
+
+    def save_and_damage() -> None:
+        save()
+        folder = checkpoints_of(config.folder) / step_name(trainer.step)
+        mine = sorted(folder.glob("*.safetensors"))[trainer.mesh.rank :: trainer.mesh.world.size]
+        for shard in mine if trainer.at.is_last else ():
+            content = bytearray(shard.read_bytes())
+            content[-1] ^= 1
+            shard.write_bytes(content)
+        comm.barrier(trainer.mesh.world)
+
+    with mock.patch.object(trainer, "_save", save_and_damage):
+        return trainer.run()
+
+
+def test_nothing_goes_while_a_byte_of_the_newer_one_is_wrong(pool: RankPool, make: Any) -> None:
+    config = make(layout="dp2", checkpoint__keep=1, checkpoint__interval=4)
+    assert pool.run(saves_damaged, 2, config) == [0, 0]
+    assert there(config) == [4, 8]
+    assert "older checkpoints were not deleted: checkpoint step-00000008: " in log_of(config)
 
 
 @pytest.mark.parametrize(
