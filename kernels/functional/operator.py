@@ -79,6 +79,11 @@ def _names(made: Any) -> tuple[list[str], list[str]]:
 
 
 def _differentiate(made: Any, gradient: Any) -> None:
+    """Register a gradient, an operator or a function, by the names of its arguments.
+
+    A name is that of an argument or result of `made`, "d" and a result, or "wants_" and an
+    argument.
+    """
     arguments, results = _names(made)
     if isinstance(gradient, CustomOpDef):
         needed, given = _names(gradient)

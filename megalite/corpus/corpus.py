@@ -128,6 +128,8 @@ class Corpus:
         """
         if self.max_bytes is not None:
             return DataError(first)
+
+        # The rest of the source may take hours to read, and the user waits for this message.
         faults: Counter[str] = Counter()
         named: dict[str, str] = {}  # file -> its first bad document
         seen_bytes, saw_all = 0, False
@@ -142,6 +144,7 @@ class Corpus:
                     break
             else:
                 saw_all = True
+
         if faults.total() < 2:
             return DataError(first)
         counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(faults.items()))

@@ -118,6 +118,7 @@ class Encoder:
                 elif not counts.first_change:
                     counts.first_change = first_change(text, decoded)
 
+        # Each document takes one place more than its ids: that of the end id behind it.
         lengths = np.fromiter((len(row) + 1 for row in rows), dtype="<i4", count=len(rows))
         ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
         counts.num_tokens = len(ids)

@@ -41,6 +41,8 @@ class SkipPolicy:
         if skipping and self.num_skips < self._config.max_skips:
             self.num_skips += 1
             return
+
+        # The run ends here, so the message has all that is known of the cause.
         names = ", ".join(_non_finite_names(pieces)) or "none"
         ranks = "1 rank" if norm.num_bad_ranks == 1 else f"{norm.num_bad_ranks} ranks"
         fault = f"not finite: norm {norm.value}, on {ranks} (here: {names})"

@@ -30,7 +30,7 @@ def storage_bytes(config: RunConfig, total_steps: int) -> int:
 
 
 def storage_line(config: RunConfig, total_steps: int) -> str:
-    """When a run saves, which checkpoints stay, and the bytes of one and of all."""
+    """A line: when a run saves, which checkpoints stay, and the bytes of one and of all."""
     settings = config.checkpoint
     when = [f"{settings.interval} steps"] if settings.interval else []
     when += [_duration(settings.interval_s)] if settings.interval_s else []

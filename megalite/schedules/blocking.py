@@ -1,9 +1,9 @@
 """Runs a program where transfers block, to see whether it finishes. Nothing is timed: `simulate`.
 
-A send returns when its receive has begun, a receive when its send has; where receives are posted
-ahead (`lower.post_ahead`) they return at once. A program that finishes so finishes on any
-communicator, whichever transfers wait for which on it: one that waits for less can do the same
-transfers in the same order.
+A send returns when its receive has begun, a receive when its send has. A program that finishes so
+finishes on any communicator, whichever transfers wait for which on it: one that waits for less can
+do the same transfers in the same order. Where receives are posted ahead (`lower.post_ahead`) they
+return at once; such a program finishes where transfers wait for others of their channel alone.
 """
 
 from __future__ import annotations

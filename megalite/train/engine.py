@@ -47,6 +47,8 @@ class Engine:
         self.config, self.mesh = config, mesh
         self.dtype = DTYPES[config.train.dtype]
         set_tf32(config.train.tf32, mesh.device)
+
+        # Kernels before chunks and chunks before the optimizer, which moves their parameters.
         full = num_micro_batches(config)
         placement = make_schedule(config, full).place
         self.ops = choose_kernels(config, mesh.device, self.dtype)

@@ -38,6 +38,8 @@ def train_command(
         require_launcher(config, launch, local)
         if config.parallel.dp is None:  # this process is alone, as the layout wants it
             config = check_and_resolve(config, launch.world_size)
+
+        # Reported here, once: each rank would find it by itself, seconds later.
         require_checkpoint(config)
         require_resumable(config, accept)
         if local:

@@ -125,6 +125,8 @@ class Trainer:
         at, settings = self.at, self.config.checkpoint
         interval, has_best = settings.interval, settings.keep_best is not None
         self.clock.begin()
+
+        # What an earlier attempt was kept from by a signal or its death.
         leaving = at.step == stop_at
         if at.step and not leaving and self.evaluations.is_missing():
             leaving = not self._evaluate_if_due(flag)
