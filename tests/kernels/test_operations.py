@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megalite.kernels import Kernels
+from megalite.kernels.errors import BackendError
 from megalite.kernels.others.apex import ApexNorm
 from megalite.kernels.triton.operations import TRITON
 
@@ -56,3 +57,11 @@ def test_dense_products_alone_are_torchs() -> None:
 def test_a_set_is_not_changed_in_place() -> None:
     with pytest.raises(FrozenInstanceError):
         PLAIN.linear = PLAIN.bias_grad  # type: ignore[misc]
+
+
+def test_plain_torch_takes_every_width_and_triton_those_of_its_kernels() -> None:
+    assert TRITON.max_columns is not None
+    PLAIN.check_model(head_dim=7, hidden_size=TRITON.max_columns + 1)
+    TRITON.check_model(head_dim=128, hidden_size=TRITON.max_columns)
+    with pytest.raises(BackendError, match="the triton norms take up to"):
+        TRITON.check_model(head_dim=128, hidden_size=TRITON.max_columns + 1)
