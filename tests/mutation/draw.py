@@ -53,6 +53,9 @@ LATER = {
 }
 
 
+INTERPRETED = ("tests/kernels/triton",)  # whose files run in a process that one of them starts
+
+
 @dataclass(frozen=True)
 class Source:
     """A file as text and tree."""
@@ -329,6 +332,6 @@ def suites_of(file: str, root: Path = ROOT) -> tuple[str, ...]:
     later = LATER.get(path.parts[1], ("tests/parity", "tests/train"))
     while not (root / folder).is_dir():
         folder = folder.parent
-    first = [str(own)] if (root / own).is_file() else []
+    first = [str(own)] if (root / own).is_file() and str(folder) not in INTERPRETED else []
     first += [str(folder)] if len(folder.parts) > 1 else ["tests/process", "tests/cli"]
     return tuple(dict.fromkeys([*first, *later]))

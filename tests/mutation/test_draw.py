@@ -103,6 +103,7 @@ def test_tests_follow_the_tree() -> None:
         "tests/train",
     )
     assert suites_of("kernels/plain/rope.py")[0] == "tests/kernels/plain"
+    assert suites_of("kernels/triton/norm.py")[0] == "tests/kernels/triton"
     assert "tests" not in suites_of("megalite/errors.py")
 
 

@@ -32,7 +32,7 @@ _NO_PROGRAM = ("ImportError", "ModuleNotFoundError", "SyntaxError", "Indentation
 _IN_A_RANK = re.compile(rf"^(?:E +)?(?:\w+\.)*({'|'.join(_NO_PROGRAM)})\b", re.MULTILINE)
 _NO_BOUND = "no bound"
 _NO_TESTS = 5  # exit code of pytest where everything was ignored
-_LATE = re.compile(r"no answer within|timed out|Timeout|took longer|still running", re.IGNORECASE)
+_LATE = re.compile(r"no answer within|did not end within|TimeoutExpired|nothing came for")
 
 
 @dataclass(frozen=True)
