@@ -18,6 +18,7 @@ from megalite.checks.packages import is_installed, missing_extras, require_extra
 from megalite.config import RunConfig, WandbConfig
 from megalite.record.records import read_metrics
 from megalite.record.sinks import Recorder
+from megalite.record.tensorboard_sink import TensorBoardSink
 from megalite.record.views import scalars
 from megalite.record.wandb_sink import WandbSink, has_key, reachable, run_id
 
@@ -95,6 +96,19 @@ def test_tensorboard_has_every_scalar_of_the_last_attempt(tmp_path: Path) -> Non
         "eval/validation/tokens",
     }
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2  # a file for each attempt
+
+
+def test_tensorboard_has_the_last_step_once_its_sink_is_closed(tmp_path: Path) -> None:
+    """Its writer keeps events back for half a minute; nothing else writes them at the end."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.write({"kind": "run", "step": 0, "config": {}})
+    sink.write({"kind": "step", **step_record(1, 2.5)})
+    sink.close(0)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [2.5]
 
 
 def wandb_records(path: Path) -> list[Any]:
