@@ -11,7 +11,6 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -68,12 +67,7 @@ class Lane:
     def __enter__(self) -> Lane:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

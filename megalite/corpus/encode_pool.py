@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
-from types import TracebackType
 from typing import IO, Any, cast
 
 from megalite.corpus.documents import CorpusChunk
@@ -86,12 +85,7 @@ class EncodePool:
     def __enter__(self) -> EncodePool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.stop()  # a thread that waits for its answer sees the end of the pipe, and ends

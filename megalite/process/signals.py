@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from megalite.errors import EXIT_FAULT
@@ -134,12 +134,7 @@ class SignalFlag:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
