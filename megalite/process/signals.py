@@ -32,20 +32,23 @@ LEAVE_S = 20.0
 # so one `scancel` comes twice. The same signal within so many seconds is the same request.
 _SAME_REQUEST_S = 2.0
 
+# timeout(1) signals its child, and at once the whole group that the child is in.
+_TWICE_S = 0.2
+
 _TAKEN_S = 1.0  # for the listening thread to take a signal; it does so in milliseconds
 
 
 class SignalFlag:
     """Context manager: while active, the signals in CAUGHT are remembered, not obeyed.
 
-    The second one calls `end(128 + number)`. SIGUSR1 is no first or second: it is Slurm's warning
-    before a time limit, after which SIGTERM comes while the run may still save. SIGHUP is left
-    alone where it is ignored, as under nohup.
+    The second one calls `end(128 + number)`; the same one again within a moment is none. SIGUSR1 is
+    no first or second: it is Slurm's warning before a time limit, after which SIGTERM comes while
+    the run may still save. SIGHUP is left alone where it is ignored, as under nohup.
 
     Entering it again inside changes nothing. On entry the signals are unblocked, so one that came
     while they were blocked is remembered now. `pass_on` is called with each signal that is not the
     second one. The first one prints `says`, what it will do, unless that is "". With `interrupts`
-    it also raises KeyboardInterrupt in the main thread.
+    it also raises KeyboardInterrupt in the main thread, once.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class SignalFlag:
         self._says, self._interrupts = says, interrupts
         self.pass_on: Callable[[int], object] = lambda number: None
         self.end: Callable[[int], object] = leave_now
-        self._same_request_s = 0.0
+        self._same_request_s = _TWICE_S
         self._depth = 0
         self._previous: dict[signal.Signals, Any] = {}
         self._wakeup: tuple[int, int] | None = None  # ends of the pipe of the listening thread
@@ -83,7 +86,7 @@ class SignalFlag:
         """
         if launch.rank != 0 or launch.source == "local":
             self._says = ""
-        same_request_s = {"local": math.inf, "single": 0.0}
+        same_request_s = {"local": math.inf, "single": _TWICE_S}
         self._same_request_s = same_request_s.get(launch.source, _SAME_REQUEST_S)
 
     def listen(self) -> None:
@@ -161,6 +164,7 @@ class SignalFlag:
         if self._wakeup is None:
             self._take(number)
         if self._interrupts:
+            self._interrupts = False  # another one must not interrupt the cleanup
             # The thread prints what happens now before the main thread prints what came of it.
             self._taken.wait(_TAKEN_S)
             raise KeyboardInterrupt

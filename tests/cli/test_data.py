@@ -231,7 +231,7 @@ with interruptible("dataset", 75):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGHUP)]
+    "numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)]
 )
 def test_a_second_signal_ends_at_once_whatever_has_the_main_thread(
     numbers: tuple[signal.Signals, signal.Signals],

@@ -66,9 +66,15 @@ def test_the_first_signal_is_remembered_and_told_once(
     ],
 )
 def test_the_second_ends_at_once(
-    flag: SignalFlag, ends: list[int], numbers: tuple[int, ...], code: int | None
+    flag: SignalFlag,
+    ends: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[int, ...],
+    code: int | None,
 ) -> None:
-    send(*numbers)
+    for second, number in enumerate(numbers):
+        monkeypatch.setattr(time, "monotonic", lambda at=float(second): at)
+        send(number)
     assert ends == ([] if code is None else [code])
     assert flag.name == signal.Signals(numbers[0]).name
 
@@ -82,6 +88,33 @@ def test_a_signal_that_the_launcher_passes_on_as_well_is_the_same_request(
         monkeypatch.setattr(time, "monotonic", lambda at=now + later_s: at)
         send(*numbers)
         assert ends == codes
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_timeout_sends_one_request_twice(
+    flag: SignalFlag, ends: list[int], monkeypatch: pytest.MonkeyPatch, is_placed: bool
+) -> None:
+    """To its child and to the group. A run of one process is placed, a local launcher is not."""
+    if is_placed:
+        flag.place(Launch())
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    send(TERM, TERM)
+    assert ends == []
+    monkeypatch.setattr(time, "monotonic", lambda: 100.3)
+    send(TERM)
+    assert ends == [143]
+
+
+def test_a_verb_is_interrupted_once(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes while it cleans up either ends it at once or is left alone."""
+    with SignalFlag(interrupts=True) as flag:
+        flag.end = ends.append
+        with pytest.raises(KeyboardInterrupt):
+            send(TERM)
+        send(TERM, USR1)
+        assert ends == []
+        send(INT)
+        assert ends == [130]
 
 
 def test_ranks_of_the_local_launcher_leave_speech_and_count_to_it(

@@ -218,9 +218,9 @@ def test_a_second_signal_ends_the_ranks_at_once_even_stopped_ones(runs: Runs) ->
     os.kill(ranks[1], signal.SIGSTOP)
     os.kill(job.pid, signal.SIGINT)
     wait_until(lambda: job.err != "")
-    os.kill(job.pid, signal.SIGINT)
-    assert job.code() == 130
-    assert job.err == TOLD.format("SIGINT") + "SIGINT again: ends at once, without saving\n"
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.code() == 143
+    assert job.err == TOLD.format("SIGINT") + "SIGTERM again: ends at once, without saving\n"
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
     assert not (run / "checkpoints").exists()
 
