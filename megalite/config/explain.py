@@ -9,15 +9,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalite.config.names import sections, toml_value
+from megalite.config.names import keys, sections, toml_value
 
 # Other common names of number formats.
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _DTYPE_ALIASES |= {"float": "float32", "fp64": "float64", "double": "float64"}
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_UNITS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
-_NUMBER = re.compile(r"(?P<number>[+-]?\d+(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[kKmMbBgGtT]?)")
+_UNITS = {"": "", "k": "e3", "m": "e6", "b": "e9", "g": "e9", "t": "e12"}
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_NUMBER = re.compile(r"(?P<number>[+-]?\d+(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[a-zA-Z]*)")
+
+_BOUNDS = ("greater_than", "greater_than_equal")
 
 # pydantic's error type -> the values that the setting takes, in words
 _NEEDS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -93,7 +96,9 @@ def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping
         return f"{table}{where} has no setting {inside[-1]!r}; remove it"
     # An unlisted type can only come from a new kind of field; its own message is then the best.
     needs = _NEEDS[kind](found.get("ctx", {})) if kind in _NEEDS else str(found["msg"]).lower()
-    return f"{_path_text(name, inside)}={toml_value(value)}{where} {needs}{_remedy(found)}"
+    # Elsewhere 0 or -1 turns off what is off by "none" here.
+    off = ', or "none"' if not inside and kind in _BOUNDS and keys()[name].optional else ""
+    return f"{_path_text(name, inside)}={toml_value(value)}{where} {needs}{off}{_remedy(found)}"
 
 
 def _path_text(name: str, inside: tuple[int | str, ...]) -> str:
@@ -113,7 +118,8 @@ def _remedy(found: Any) -> str:
         word = str(value).lower()
         meant = "true" if word in _TRUE else "false" if word in _FALSE else ""
     elif kind in ("int_type", "int_from_float", "float_type"):
-        meant = _as_number(value, whole=kind != "float_type")
+        is_time = str(found["loc"][-1]).endswith("_s")
+        meant = _as_number(value, whole=kind != "float_type", is_time=is_time)
     else:
         return ""
     return f"; write {'it without quotes: ' if meant == value else ''}{meant}" if meant else ""
@@ -127,13 +133,16 @@ def _nearest_choice(value: str, choices: list[str]) -> str | None:
     return best if score > 0.5 else None
 
 
-def _as_number(value: Any, whole: bool) -> str:
-    """The TOML number that a text like "3", "1,000" or "10B" means; a float without its point."""
+def _as_number(value: Any, whole: bool, is_time: bool) -> str:
+    """The TOML number that a text like "3", "1,000" or "10B" means; a float without its point.
+
+    A time is in seconds: "30m" is 1800.
+    """
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     match = _NUMBER.fullmatch(value.replace(",", "")) if isinstance(value, str) else None
-    if match is None:
+    number, unit = (match["number"], match["unit"].lower()) if match else ("", "no number")
+    if unit not in (_SECONDS if is_time else _UNITS):
         return ""
-    number, unit = match["number"], match["unit"].lower()
-    written = f"{number}e{_UNITS[unit]}" if unit else number
+    written = f"{float(number) * _SECONDS[unit]:.12g}" if is_time else number + _UNITS[unit]
     return written if not whole or float(written).is_integer() else ""

@@ -321,7 +321,8 @@ class CheckpointConfig(Section):
     interval: int = Field(default=0, ge=0)
     interval_s: float = Field(default=1800.0, ge=0)  # seconds since the last save; 0: not by time
     keep: int = Field(default=3, ge=1)  # newest checkpoints that stay
-    keep_every: int = Field(default=0, ge=0)  # of each so many steps the first stays, too; 0: off
+    # of each so many steps the first stays, too; 1: all stay; 0: off
+    keep_every: int = Field(default=0, ge=0)
     # a validation set: a save before each evaluation, of which the lowest loss of it stays, too
     keep_best: str | None = Field(default=None, min_length=1)
     resume: Literal["auto", "never", "must"] = "auto"

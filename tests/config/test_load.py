@@ -247,6 +247,20 @@ SPLITS = 'use for example [0.98, 0.02], "98,2" or "969,30,1"'
         ("optimizer.lr=true", "optimizer.lr=true (override) needs a number"),
         ("optimizer.lr=inf", "optimizer.lr=inf (override) needs a finite number"),
         ("optimizer.lr=nan", "optimizer.lr=nan (override) needs a finite number"),
+        ('train.tokens="1.5M"', 'train.tokens="1.5M" (override) needs an integer; write 1.5e6'),
+        ("train.tokens=30min", 'train.tokens="30min" (override) needs an integer'),
+        ("checkpoint.interval_s=30m", 'checkpoint.interval_s="30m" (override) needs a number; '
+         "write 1800"),
+        ("checkpoint.interval_s=1.5h", 'checkpoint.interval_s="1.5h" (override) needs a number; '
+         "write 5400"),
+        ("train.timeout_s=600s", 'train.timeout_s="600s" (override) needs a number; write 600'),
+        ('log.wandb.timeout_s="20"', 'log.wandb.timeout_s="20" (override) needs a number; '
+         "write it without quotes: 20"),
+        ("train.timeout_s=1k", 'train.timeout_s="1k" (override) needs a number'),
+        ("optimizer.clip_grad=0", "optimizer.clip_grad=0 (override) needs to be greater than 0, "
+         'or "none"'),
+        ("parallel.dp=-1", 'parallel.dp=-1 (override) needs to be at least 1, or "none"'),
+        ("eval.batches=0", 'eval.batches=0 (override) needs to be at least 1, or "none"'),
         ("optimizer.eps=0", "optimizer.eps=0 (override) needs to be greater than 0"),
         ("optimizer.beta1=1", "optimizer.beta1=1 (override) needs to be less than 1"),
         ("optimizer.zero=true", "optimizer.zero=true (override) needs 0 or 1"),

@@ -24,9 +24,9 @@ On the command line it is `section.key=value`; `megalite train CONFIG --print-co
 values of a run and where each comes from. A whole number may be written as 1e10, and `~` at the
 start of a path is your home. A word of another framework (`--tensor-model-parallel-size`,
 `training.local_batch_size`) is answered by the setting that means the same. "Open" means that
-megalite finds the value out, from the other settings or the number of processes; a value without a
-default must be given. Model settings have the defaults of their family
-([families.md](families.md)).
+megalite finds the value out, from the other settings or the number of processes; `"none"` sets it
+open again, and turns off `clip_grad`. A value without a default must be given. Model settings have
+the defaults of their family ([families.md](families.md)).
 """
 
 
