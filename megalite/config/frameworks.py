@@ -50,14 +50,16 @@ def foreign_words() -> tuple[ForeignWord, ...]:
 def find_foreign(name: str) -> ForeignWord | None:
     """The row of a dotted name, written with hyphens or underscores; None if it is no known word.
 
-    A word with its section comes first, then the word in any section, then one without its "_size",
-    and last a section of something that megalite does not have.
+    A word with its section comes first, then the word in any section, then both as one word
+    (eval.iters is eval_iters), then one without its "_size", and last a section of something that
+    megalite does not have.
     """
     name = name.strip().lower().replace("-", "_")
     section, _, leaf = name.rpartition(".")
     by_word = {row.word: row for row in reversed(foreign_words())}
     stems = {_stem(word): row for word, row in by_word.items()}
-    found = by_word.get(name) or by_word.get(leaf) or stems.get(_stem(leaf))
+    words = (name, leaf, name.replace(".", "_"))
+    found = next(filter(None, map(by_word.get, words)), stems.get(_stem(leaf)))
     whole = by_word.get(section.partition(".")[0])
     return found or (whole if whole is not None and whole.setting is None else None)
 

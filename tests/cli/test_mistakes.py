@@ -57,6 +57,15 @@ MISTAKES = {
     "per_device_train_batch_size=2": (
         "unknown key per_device_train_batch_size (override); that is train.micro_batch here"
     ),
+    "eval.iters=3": "unknown key eval.iters (override); that is eval.batches here",
+    "validation.steps=3": "unknown key validation.steps (override); that is eval.batches here",
+    "checkpoint.async_mode=async": (
+        "unknown key checkpoint.async_mode (override); megalite has no saves in the background"
+    ),
+    "attn_implementation=flash_attention_2": (
+        "unknown key attn_implementation (override); that is kernels.attention here (auto is the "
+        "backend's own)"
+    ),
     "zero_optimization.stage=1": (
         "unknown key zero_optimization.stage (override); that is optimizer.zero here (0 or 1)"
     ),
