@@ -14,7 +14,7 @@ from typing import Literal
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.names import folder_of, is_checkpoint, list_steps, step_name, step_of
 from megalite.checkpoint.store import check_sizes
-from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
+from megalite.distributed.agree import ALONE, Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError, ConfigError
 
 Verify = Literal["sha256", "size"]
@@ -29,15 +29,12 @@ class Checkpoint:
     skipped: tuple[str, ...] = ()
 
 
-def find_latest(
-    root: Path, ranks: Ranks | None = None, verify: Verify = "sha256"
-) -> Checkpoint | None:
+def find_latest(root: Path, ranks: Ranks = ALONE, verify: Verify = "sha256") -> Checkpoint | None:
     """The newest sound checkpoint in `root`, or None when it holds none at all. All ranks call it.
 
     A bad one is verified once and passed over; its message, which names the file, goes to
     `skipped`. Raises CheckpointError if there are checkpoints and every one is bad.
     """
-    ranks = ranks or Ranks()
     skipped: list[str] = []
     for name in _newest_first(root, ranks):
         try:
@@ -53,14 +50,13 @@ def find_latest(
 
 
 def find_checkpoint(
-    path: Path, ranks: Ranks | None = None, verify: Verify = "sha256", step: int | None = None
+    path: Path, ranks: Ranks = ALONE, verify: Verify = "sha256", step: int | None = None
 ) -> Checkpoint:
     """The checkpoint `path`, or that of `step` or the newest sound one in the folder it leads to.
 
     `path` is a checkpoint, a run, a folder of checkpoints or its `latest` pointer. All ranks call
     it. Raises CheckpointError, and ConfigError for a step of what is a checkpoint itself.
     """
-    ranks = ranks or Ranks()
     is_one, folder = on_first_rank(ranks, lambda: (is_checkpoint(path), str(folder_of(path))))
     if is_one and step is not None:
         raise ConfigError(f"step {step} has no effect on {path}, which is a checkpoint itself")
@@ -86,15 +82,12 @@ def _newest_first(root: Path, ranks: Ranks) -> list[str]:
     return on_first_rank(ranks, names, f"looking for checkpoints in {root}")
 
 
-def open_checkpoint(
-    path: Path, ranks: Ranks | None = None, verify: Verify = "sha256"
-) -> Checkpoint:
+def open_checkpoint(path: Path, ranks: Ranks = ALONE, verify: Verify = "sha256") -> Checkpoint:
     """Verify the checkpoint directory `path` (`root/step-00001000`). All ranks call it.
 
     "sha256" hashes every file once, shared over the ranks; "size" only looks at sizes. Raises
     CheckpointError, the same on all ranks, naming what is missing (and what there is) or bad.
     """
-    ranks = ranks or Ranks()
 
     def check() -> Manifest:
         if not path.is_dir():

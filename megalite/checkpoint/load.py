@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from megalite.checkpoint.find import Checkpoint
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.shard_file import ShardRead, dtype_name, read_shard
-from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
+from megalite.distributed.agree import ALONE, Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import intersect
 
@@ -21,7 +21,7 @@ _MAX_NAMED = 5  # tensors in one message
 def load(
     checkpoint: Checkpoint,
     pieces: Sequence[NamedPiece],
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     *,
     whole_kinds: Collection[str] | None = None,
 ) -> None:
@@ -31,7 +31,6 @@ def load(
     missing or has another shape or dtype, and for tensors of the checkpoint that no rank asks for,
     of all kinds or of `whole_kinds` alone; later for a file that cannot be read, by name.
     """
-    ranks = ranks or Ranks()
     doing = f"loading {checkpoint.path.name}"
 
     # Everything is checked on all ranks before the first read: no piece is filled when one fails.

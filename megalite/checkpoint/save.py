@@ -8,6 +8,7 @@ change until `save` returns.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,25 +17,16 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.disk import Disk
-from megalite.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    StoredRectangle,
-    TensorEntry,
-    make_manifest,
-    to_bytes,
-)
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, make_manifest, to_bytes
 from megalite.checkpoint.names import MANIFEST
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.shard_file import dtype_name, write_shard
 from megalite.checkpoint.store import check_sizes, publish, remove_leftovers, temporary_path
-from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
+from megalite.distributed.agree import ALONE, Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError, cannot_write
 from megalite.layout.rectangles import Rectangle
 
-# A rank's account of its pieces, from which rank 0 makes the manifest:
-#   {"files": {FILE: [size in bytes, sha256]},
-#    "tensors": {NAME: {"shape": [...], "dtype": ..., "rectangles": [[FILE, KEY, offsets, sizes]]}}}
+# A rank's account of its pieces: the "files" and "tensors" of its part of the manifest, as JSON.
 Table = dict[str, Any]
 
 
@@ -46,7 +38,7 @@ def save(
     state: Mapping[str, Any],
     config: Any,
     layout: Mapping[str, int],
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     disk: Disk | None = None,
 ) -> Path:
     """Write `root/step-NNNNNNNN` from every rank's pieces and return its path. All ranks call it.
@@ -55,7 +47,7 @@ def save(
     must be JSON values. Raises CheckpointError, the same on all ranks, when a file cannot be
     written or the owners' pieces are not every element of every tensor exactly once.
     """
-    ranks, disk = ranks or Ranks(), disk or Disk()
+    disk = disk or Disk()
     doing = f"saving step {step}"
 
     # Rank 0 draws the directory's name, as it has a random part that all ranks must share.
@@ -133,7 +125,8 @@ def write_pieces(directory: Path, pieces: Sequence[NamedPiece], rank: int, disk:
             if key in parts:
                 raise CheckpointError(f"{key} is handed in twice")
             parts[key] = view
-            entry["rectangles"].append([file_name, key, box.offsets, box.sizes])
+            place = {"offsets": box.offsets, "sizes": box.sizes}
+            entry["rectangles"].append({"file": file_name, "key": key, **place})
 
     # A rank that owns nothing writes no file, so the manifest must not list one.
     if not parts:
@@ -144,7 +137,7 @@ def write_pieces(directory: Path, pieces: Sequence[NamedPiece], rank: int, disk:
         size_bytes = sum(part.numel() * part.element_size() for part in parts.values())
         what = f"{directory / file_name} ({size_bytes} bytes)"
         raise CheckpointError(cannot_write(what, error)) from error
-    return {"files": {file_name: [written.size_bytes, written.sha256]}, "tensors": tensors}
+    return {"files": {file_name: written.model_dump()}, "tensors": tensors}
 
 
 def _key(piece: NamedPiece, box: Rectangle) -> str:
@@ -161,15 +154,14 @@ def merge_tables(
     layout: Mapping[str, int],
 ) -> Manifest:
     """The manifest from all ranks' tables; raises CheckpointError unless every tensor is whole."""
-    files: dict[str, FileEntry] = {}
+    files: Table = {}
     tensors: Table = {}
     for table in tables:
-        for name, (size_bytes, sha256) in table["files"].items():
-            files[name] = FileEntry(size_bytes=size_bytes, sha256=sha256)
+        files |= table["files"]
         for name, found in table["tensors"].items():
             entry = tensors.setdefault(name, {**found, "rectangles": []})
             _require_same(name, entry, found)
-            entry["rectangles"] += [_stored(*row) for row in found["rectangles"]]
+            entry["rectangles"] += found["rectangles"]
 
     # The manifest checks itself: the rectangles of a tensor must cover each element exactly once.
     return make_manifest(
@@ -177,21 +169,11 @@ def merge_tables(
         layout=dict(layout),
         config=config,
         state=dict(state),
-        files=files,
-        tensors={name: _tensor_entry(entry) for name, entry in sorted(tensors.items())},
-    )
-
-
-def _stored(file: str, key: str, offsets: list[int], sizes: list[int]) -> StoredRectangle:
-    """A row of a table as the manifest has it."""
-    return StoredRectangle(file=file, key=key, offsets=tuple(offsets), sizes=tuple(sizes))
-
-
-def _tensor_entry(entry: Table) -> TensorEntry:
-    return TensorEntry(
-        shape=tuple(entry["shape"]),
-        dtype=entry["dtype"],
-        rectangles=tuple(entry["rectangles"]),
+        files={name: FileEntry(**entry) for name, entry in files.items()},
+        tensors={
+            name: TensorEntry.model_validate_json(json.dumps(entry))
+            for name, entry in sorted(tensors.items())
+        },
     )
 
 

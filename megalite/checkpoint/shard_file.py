@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.disk import Disk
-from megalite.checkpoint.manifest import DTYPE_CODES
+from megalite.checkpoint.manifest import DTYPE_CODES, FileEntry
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle, split
 
@@ -39,15 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class WrittenShard:
-    """Size and checksum of a finished shard file."""
-
-    size_bytes: int
-    sha256: str
-
-
-def write_shard(disk: Disk, path: Path, parts: dict[str, torch.Tensor]) -> WrittenShard:
+def write_shard(disk: Disk, path: Path, parts: dict[str, torch.Tensor]) -> FileEntry:
     """Write and sync tensors (contiguous, any device) under their keys. Raises OSError."""
     # Widest elements first: every tensor then starts at a multiple of its element size.
     ordered = sorted(parts.items(), key=lambda part: -part[1].element_size())
@@ -58,7 +50,7 @@ def write_shard(disk: Disk, path: Path, parts: dict[str, torch.Tensor]) -> Writt
             digest.update(data)
             size_bytes += len(data)
         disk.sync_file(file)
-    return WrittenShard(size_bytes, digest.hexdigest())
+    return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
 
 
 def _file_chunks(parts: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:

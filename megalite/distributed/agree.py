@@ -58,6 +58,9 @@ class Ranks:
         return value if self._axis is None else comm.broadcast_object(value, self._axis)
 
 
+ALONE = Ranks()  # this process, for work that has no mesh
+
+
 def on_all_ranks(ranks: Ranks, work: Callable[[], T], doing: str = "") -> T:
     """Run `work` on every rank and return its result here, if it raised on no rank.
 

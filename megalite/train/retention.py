@@ -25,8 +25,8 @@ from megalite.run.retention import kept_steps
 class Retention:
     """A run's checkpoints that may be deleted. Does nothing where the log is not open."""
 
-    def __init__(self, config: RunConfig, log: RunLog, disk: Disk | None = None) -> None:
-        self._config, self._log, self._disk = config, log, disk or Disk()
+    def __init__(self, config: RunConfig, log: RunLog) -> None:
+        self._config, self._log, self._disk = config, log, Disk()
         self._root = checkpoints_of(config.folder)
         self._own: dict[int, Path] = {}
         self._damaged: set[int] = set()
