@@ -36,11 +36,13 @@ class Axis:
 
     `ranks` are the world ranks of this process's group, in axis order; `rank` is the place of this
     process in them. A rank of a middle stage is no `member` of the embedding axis and sees size 1.
+    `device`, `backend` (gloo, nccl, fake, or none for a lone process) and `ledger` are the mesh's.
     """
 
     def __init__(self, mesh: Mesh, name: Kind) -> None:
         self._mesh = mesh
         self.name: Kind = name
+        self.device, self.backend, self.ledger = mesh.device, mesh.backend, mesh.ledger
         self.ranks: Members = mesh.topology.group_of(name, mesh.rank)
         self.size: int = len(self.ranks)
         self.rank: int = self.ranks.index(mesh.rank)
@@ -55,21 +57,6 @@ class Axis:
         if self.size == 1:
             return None
         return self._mesh.group(self.name)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._mesh.device
-
-    @property
-    def backend(self) -> str:
-        """Name of the process group's backend: gloo, nccl, fake, or none for a lone process."""
-        return self._mesh.backend
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger that counts operations over this axis."""
-        return self._mesh.ledger
 
     @property
     def next_rank(self) -> int:
@@ -110,9 +97,8 @@ class Mesh:
 
         self.num_groups_made = 0
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[Members, dist.ProcessGroup] = {}
+        self._groups: dict[Members, dist.ProcessGroup | None] = {}  # None: of this rank alone
         self._channels: dict[tuple[int, int], dist.ProcessGroup] | None = None
-        self._embedding_made = False
         if started and topology.world_size > 1:
             self._groups[tuple(range(topology.world_size))] = _world_group()
 
@@ -145,7 +131,7 @@ class Mesh:
             else:
                 self._make_axis(name)
 
-    def group(self, name: Kind) -> dist.ProcessGroup:
+    def group(self, name: Kind) -> dist.ProcessGroup | None:
         """Group of an axis of size above 1, made now if need be.
 
         The embedding axis, which middle stages have no part in, must have been created before.
@@ -188,21 +174,13 @@ class Mesh:
 
     def _make_axis(self, name: Kind) -> None:
         axis = self.axis(name)
-        if name == "embedding":
-            # With two stages it is the pp group; with more, middle stages have none of it.
-            if self.topology.pp > 2 and not self._embedding_made:
-                self._embedding_made = True
-                made = self._round(partial(self.topology.groups, name), axis.ranks, name)
-                if made is not None:
-                    self._groups[axis.ranks] = made
-            elif self.topology.pp == 2:
-                self._make_axis("pp")
-            return
-        if axis.size == 1 or axis.ranks in self._groups:
-            return
-        made = self._round(partial(self.topology.groups, name), axis.ranks, name)
-        assert made is not None, f"rank {self.rank} is in no {name} group"
-        self._groups[axis.ranks] = made
+        # Middle stages are no members of the embedding axis, but of the round that makes it.
+        has_round = axis.size > 1 or (name == "embedding" and self.topology.pp > 2)
+        if has_round and axis.ranks not in self._groups:
+            groups = partial(self.topology.groups, name)
+            made = self._round(groups, axis.ranks, name)
+            assert axis.size == 1 or made is not None, f"rank {self.rank} is in no {name} group"
+            self._groups[axis.ranks] = made
 
     def _make_channels(self) -> None:
         if self._channels is not None:
