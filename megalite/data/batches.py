@@ -96,10 +96,6 @@ class Batches:
         """Number of samples of all sources, each counted once."""
         return int(self._first_id[-1])
 
-    def num_steps(self, global_batch: int) -> int:
-        """Number of global batches that hold every sample once; the last may have padding."""
-        return -(-self.num_samples // global_batch)
-
     def sample_ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """Ids, as in MicroBatch, of the run's samples first_sample .. first_sample + count - 1."""
         self._require_in_pass(first_sample)

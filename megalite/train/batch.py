@@ -35,24 +35,18 @@ class TokenBatch:
     dropout: DropoutAt | None = None
 
 
-def rank_micro_batches(
-    batches: Batches, first_sample: int, global_batch: int, micro_batch: int, mesh: Mesh
-) -> list[MicroBatch]:
-    """This rank's microbatches of the step that starts at sample `first_sample`, in order.
-
-    They are the same on all ranks of a replica.
-    """
-    return batches.rank_batches(first_sample, global_batch, micro_batch, mesh.dp.rank, mesh.dp.size)
-
-
 def step_loader(
     batches: Batches, plan: BatchPlan, stop: int, config: RunConfig, mesh: Mesh
 ) -> Loader[list[MicroBatch]]:
-    """Reads this rank's microbatches of the plan's steps below `stop` ahead of their use."""
+    """Reads this rank's microbatches of the plan's steps below `stop`, in order, ahead of use.
+
+    They are the same on all ranks of a replica.
+    """
+    micro_batch, dp = config.train.micro_batch, mesh.dp
 
     def read(step: int) -> list[MicroBatch]:
         first, batch = plan.first_sample(step), plan.global_batch(step)
-        return rank_micro_batches(batches, first, batch, config.train.micro_batch, mesh)
+        return batches.rank_batches(first, batch, micro_batch, dp.rank, dp.size)
 
     return Loader(read, stop=stop, workers=config.data.workers, prefetch=config.data.prefetch)
 

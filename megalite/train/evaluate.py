@@ -13,13 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.config import RunConfig
-from megalite.data.batches import MicroBatch
-from megalite.data.loader import Loader
 from megalite.distributed import comm
-from megalite.distributed.mesh import Mesh
 from megalite.record.run_log import RunLog
-from megalite.train.batch import rank_micro_batches, token_batches
+from megalite.run.batch_plan import BatchPlan, BatchStage
+from megalite.train.batch import step_loader, token_batches
 from megalite.train.engine import Engine
 from megalite.train.position import Position
 from megalite.train.run_data import EvalSet
@@ -105,14 +102,15 @@ def evaluate_set(
 ) -> EvalResult | None:
     """One pass over a set, or over eval.batches of it; None if `stop` ended it."""
     config, mesh = engine.config, engine.mesh
-    steps = eval_set.batches.num_steps(config.train.global_batch)
+    plan = BatchPlan((BatchStage(0, 0, config.train.global_batch),))
+    steps = plan.steps_for(eval_set.batches.num_samples)
     if config.eval.batches is not None:
         steps = min(steps, config.eval.batches)
 
     # Losses are on the last stages; one rank of each replica counts the tokens of its samples.
     counts_tokens = mesh.tp.rank == 0 and mesh.pp.rank == 0
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    with _reader(eval_set, config, mesh, steps) as reader:
+    with step_loader(eval_set.batches, plan, steps, config, mesh) as reader:
         for step in range(steps):
             if stop():
                 return None
@@ -122,17 +120,3 @@ def evaluate_set(
                 total[1] += sum(int(batch.loss_weight.count_nonzero()) for batch in loaded)
     loss_sum, tokens = comm.all_reduce(total, mesh.world).tolist()
     return EvalResult(eval_set.name, loss_sum / tokens if tokens else math.nan, int(tokens))
-
-
-def _reader(
-    eval_set: EvalSet, config: RunConfig, mesh: Mesh, steps: int
-) -> Loader[list[MicroBatch]]:
-    train = config.train
-
-    def read(step: int) -> list[MicroBatch]:
-        first = step * train.global_batch
-        return rank_micro_batches(
-            eval_set.batches, first, train.global_batch, train.micro_batch, mesh
-        )
-
-    return Loader(read, stop=steps, workers=config.data.workers, prefetch=config.data.prefetch)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megalite.data.batches import PADDING, Batches, MicroBatch
 from megalite.data.dataset import TokenDataset
 from megalite.errors import ConfigError, DataError
+from megalite.run.batch_plan import BatchPlan, BatchStage
 from tests.data.kit import PROPERTY, index_bytes, write_dataset
 
 Make = Callable[..., Path]
@@ -161,7 +162,7 @@ def test_a_pass_fills_its_last_batch_with_padding_never_with_a_sample(
 ) -> None:
     data = TokenDataset(make_stream(6 * 8 + 1))
     batches = Batches(data.span(), 8, seed=2, once=True)
-    assert batches.num_steps(4) == 2
+    assert BatchPlan((BatchStage(0, 0, 4),)).steps_for(batches.num_samples) == 2
     parts = [b for step in range(2) for b in step_batches(batches, step, 4, micro_batch, dp)]
     ids = np.concatenate([part.sample_ids for part in parts])
     assert sorted(ids[:6].tolist()) == list(range(6))
