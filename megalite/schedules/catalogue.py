@@ -58,7 +58,6 @@ class NamedSchedule:
     bubble: str
     memory: str
     make: Builder
-    split: bool = False  # input and weight gradients are separate actions
     v_shaped: bool = False  # chunk 1 of rank r is stage 2p - 1 - r
 
 
@@ -97,7 +96,6 @@ _TABLE = (
         bubble=_EARLY_BUBBLE,
         memory="p",
         make=lambda p, v, m: family(p, 1, m),
-        split=True,
     ),
     NamedSchedule(
         name="eager-1f1b",
@@ -122,7 +120,6 @@ _TABLE = (
         bubble=f"{_EARLY_BUBBLE}/v",
         memory="p",
         make=lambda p, v, m: family(p, v, m),
-        split=True,
     ),
     NamedSchedule(
         name="zb-h1",
@@ -131,7 +128,6 @@ _TABLE = (
         bubble=_ZERO_BUBBLE,
         memory="p",
         make=lambda p, v, m: family(p, 1, m, lag=1.0),
-        split=True,
     ),
     NamedSchedule(
         name="zb-h2",
@@ -140,7 +136,6 @@ _TABLE = (
         bubble="(p-1) max(F, B-F, F+B-2W)",
         memory="2p-1",
         make=lambda p, v, m: family(p, 1, m, f=2.0, lag=2.0),
-        split=True,
     ),
     NamedSchedule(
         name="interleaved-zb",
@@ -149,7 +144,6 @@ _TABLE = (
         bubble=f"{_ZERO_BUBBLE}/v",
         memory="p",
         make=lambda p, v, m: family(p, v, m, lag=1.0),
-        split=True,
     ),
     NamedSchedule(
         name="zb-v",
@@ -158,7 +152,6 @@ _TABLE = (
         bubble="about (p-1)F/2",
         memory="p",
         make=lambda p, v, m: zero_bubble_v(p, m),
-        split=True,
         v_shaped=True,
     ),
     NamedSchedule(
@@ -168,7 +161,6 @@ _TABLE = (
         bubble="about (p-1)F/2",
         memory="p+1/2",
         make=lambda p, v, m: dualpipe_v(p, m),
-        split=True,
         v_shaped=True,
     ),
     NamedSchedule(
@@ -178,7 +170,6 @@ _TABLE = (
         bubble="about 1.8(p-1)F",
         memory="p/2+1",
         make=lambda p, v, m: controllable(p, m, minimum=False),
-        split=True,
         v_shaped=True,
     ),
     NamedSchedule(
@@ -188,7 +179,6 @@ _TABLE = (
         bubble="about 2(p-1)F",
         memory="p/3+1",
         make=lambda p, v, m: controllable(p, m, minimum=True),
-        split=True,
         v_shaped=True,
     ),
 )

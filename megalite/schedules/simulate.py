@@ -1,9 +1,9 @@
 """The time line of a schedule for given durations.
 
 Each rank runs its actions in order; an action starts when the rank is free and its inputs have
-arrived: a hop after they were made, if another rank made them. Transfers overlap with compute
-(unless `Durations.overlap` is off) and do not queue behind each other. The result is the time of a
-schedule that nothing else disturbs; links, kernels and the optimizer are not modelled.
+arrived: a hop after they were made, if another rank made them. Transfers overlap with compute and
+do not queue behind each other. The result is the time of a schedule that nothing else disturbs;
+links, kernels and the optimizer are not modelled.
 
 Reading order: `Durations`, `Timeline`, `simulate`. Inside, an action is a few numbers (duration,
 result waited for, result made), so that a long schedule takes a second.
@@ -39,8 +39,7 @@ _NOTHING, _NEVER = -1, -2
 class Durations:
     """Times of each stage's actions on one microbatch, and of a hop between ranks, in one unit.
 
-    recompute: empty stands for the forward's times. overlap: False keeps the sending rank busy
-    during a hop, as sends without a stream of their own do.
+    recompute: empty stands for the forward's times.
     """
 
     forward: tuple[float, ...]  # per stage
@@ -48,7 +47,6 @@ class Durations:
     backward_weight: tuple[float, ...]  # per stage
     hop: float = 0.0
     recompute: tuple[float, ...] = ()  # per stage
-    overlap: bool = True
 
     @classmethod
     def even(
@@ -57,10 +55,6 @@ class Durations:
         """Times of equal stages; f, b, w are those of a whole rank: each chunk takes 1/v."""
         stages = p * v
         return cls((f / v,) * stages, (b / v,) * stages, (w / v,) * stages, hop)
-
-    def of(self, action: Action) -> float:
-        """Duration of a compute action."""
-        return self.of_kind(action.kind)[action.stage]
 
     def of_kind(self, kind: str) -> Sequence[float]:
         """The durations of a kind of compute action, one per stage."""
@@ -74,19 +68,6 @@ class Durations:
             RECOMPUTE: self.recompute or self.forward,
         }
         return per_stage[kind]
-
-
-def hop_time(latency: float, message_bytes: float, bytes_per_time: float) -> float:
-    """Time of one hop: latency + message / bandwidth, in the unit of time of the arguments.
-
-    Raises ScheduleError for a negative latency or message, and a bandwidth that is not positive.
-    """
-    if latency < 0 or message_bytes < 0 or bytes_per_time <= 0:
-        raise ScheduleError(
-            f"a hop needs latency >= 0, message >= 0 and bandwidth > 0, got {latency}, "
-            f"{message_bytes} and {bytes_per_time}"
-        )
-    return latency + message_bytes / bytes_per_time
 
 
 class TimedAction(NamedTuple):
@@ -161,9 +142,9 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     return Timeline(tuple(programs), tuple(starts), tuple(ends))
 
 
-# An action: its duration, the result it needs, the hop before that arrives, the result it makes,
-# and the time that its rank stays busy afterwards. Results are numbers.
-_Row = tuple[float, int, float, int, float]
+# An action: its duration, the result it needs, the hop before that arrives, the result it makes.
+# Results are numbers.
+_Row = tuple[float, int, float, int]
 
 
 class _Encoder:
@@ -180,8 +161,6 @@ class _Encoder:
         self.backward_base = stages * m
         cross = [0.0 if a == b else durations.hop for a, b in pairwise(schedule.place)]
         self.before = {FORWARD: [0.0, *cross], BACKWARD: [*cross, 0.0]}
-        hold = [0.0 if durations.overlap else hop for hop in cross]
-        self.after = {FORWARD: [*hold, 0.0], BACKWARD: [0.0, *hold]}
         self.durations = {kind: durations.of_kind(kind) for kind in COMPUTE}
 
     def encode(self, actions: Sequence[Action]) -> list[_Row]:
@@ -193,7 +172,6 @@ class _Encoder:
         m, last, base = self.m, self.last, self.backward_base
         forwards, backwards = bytearray(base), bytearray(base)
         before_f, before_b = self.before[FORWARD], self.before[BACKWARD]
-        after_f, after_b = self.after[FORWARD], self.after[BACKWARD]
         durations = self.durations
 
         # `forwards` and `backwards` mark the results that the rank has made so far.
@@ -204,15 +182,15 @@ class _Encoder:
             if kind == FORWARD:
                 forwards[at] = 1
                 need = at - m if stage else _NOTHING
-                rows.append((duration, need, before_f[stage], at, after_f[stage]))
+                rows.append((duration, need, before_f[stage], at))
             elif kind in (BACKWARD, BACKWARD_INPUT):
                 backwards[at] = 1
                 need = base + at + m if stage < last else _NOTHING
                 need = need if forwards[at] else _NEVER
-                rows.append((duration, need, before_b[stage], base + at, after_b[stage]))
+                rows.append((duration, need, before_b[stage], base + at))
             else:
                 made = backwards[at] if kind == BACKWARD_WEIGHT else forwards[at]
-                rows.append((duration, _NOTHING if made else _NEVER, 0.0, _NOTHING, 0.0))
+                rows.append((duration, _NOTHING if made else _NEVER, 0.0, _NOTHING))
         return rows
 
 
@@ -235,7 +213,7 @@ def _run(
         now, rank_starts, rank_ends, row = free[rank], starts[rank], ends[rank], rows[rank]
         stuck.pop(rank, None)
         for index in range(len(rank_starts), len(row)):
-            duration, need, hop, makes, hold = row[index]
+            duration, need, hop, makes = row[index]
             if need != _NOTHING:
                 ready_at = made[need] if need >= 0 else -1.0
                 if ready_at < 0.0:
@@ -250,7 +228,6 @@ def _run(
                 made[makes] = now
                 if makes in waiter:
                     ready.append(waiter.pop(makes))
-                now += hold
         free[rank] = now
     return starts, ends, stuck
 
