@@ -34,7 +34,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,8 @@ class RankContext:
         from megalite.distributed.mesh import Mesh
         from megalite.layout.topology import Topology
 
-        topology = Topology.for_world(self.world_size, tp=tp, cp=cp, dp=dp, pp=pp)
-        topology = replace(topology, ep=ep or 1)
+        dp = dp or self.world_size // (tp * cp * pp)
+        topology = Topology(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep or 1)
         key = (topology, ep is not None)
         if key not in self._meshes:
             self._meshes[key] = Mesh(topology, timeout_s=60.0)

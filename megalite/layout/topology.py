@@ -79,27 +79,6 @@ class Topology:
             raise ConfigError(problems)
 
     @classmethod
-    def for_world(
-        cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, dp: int | None = None
-    ) -> Topology:
-        """The layout of `world_size` ranks; `dp=None` takes what the other axes leave.
-
-        Raises `ConfigError` if the axes do not multiply to `world_size`.
-        """
-        rest = cls(tp=tp, cp=cp, pp=pp)
-        used = rest.world_size
-        if dp is None:
-            if world_size < 1 or world_size % used != 0:
-                raise ConfigError(
-                    f"world size {world_size} is not a multiple of tp*cp*pp = {tp}*{cp}*{pp} = "
-                    f"{used}; start {used} ranks per replica, or change parallel.tp, cp or pp"
-                )
-            dp = world_size // used
-        topology = cls(tp=tp, cp=cp, dp=dp, pp=pp)
-        topology.require_world(world_size)
-        return topology
-
-    @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int | None = None) -> Topology:
         """The layout that the settings describe.
 
@@ -158,20 +137,6 @@ class Topology:
             for axis in axes:
                 rest, places[axis] = divmod(rest, getattr(self, axis))
         return Coords(**places)
-
-    def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The world rank at some coordinates; `ConfigError` if one is outside its axis."""
-        for axis, coord in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
-            size = getattr(self, axis)
-            if not 0 <= coord < size:
-                raise ConfigError(
-                    f"{axis} coordinate {coord} is outside the {axis} axis of size {size}; "
-                    f"allowed are 0 to {size - 1}"
-                )
-        return sum(
-            coord * self._stride(axis)
-            for axis, coord in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp))
-        )
 
     def group_of(self, kind: Kind, rank: int) -> tuple[int, ...]:
         """Ranks of the group of `kind` that `rank` belongs to, ascending, in O(group size).

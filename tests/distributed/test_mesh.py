@@ -54,7 +54,7 @@ def sums_over_axes(ctx, layout):
     ids=str,
 )
 def test_each_group_joins_the_ranks_the_topology_says(pool, layout) -> None:
-    topology = Topology.for_world(8, **layout)
+    topology = Topology(**layout)
     for rank, found in enumerate(pool.run(sums_over_axes, 8, layout)):
         for kind in KINDS:
             ranks = topology.group_of(kind, rank)
@@ -128,7 +128,7 @@ def around_the_ring(ctx, layout):
     [(2, {"pp": 2}), (3, {"pp": 3}), (4, {"pp": 4}), (8, {"pp": 4, "tp": 2}), (5, {"pp": 5})],
 )
 def test_channels_carry_messages_to_the_neighbours_of_the_column(pool, world_size, layout) -> None:
-    topology = Topology.for_world(world_size, **layout)
+    topology = Topology(**layout)
     for rank, found in enumerate(pool.run(around_the_ring, world_size, layout)):
         column = topology.group_of("pp", rank)
         stage = column.index(rank)

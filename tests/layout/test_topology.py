@@ -54,7 +54,6 @@ def test_rank_is_the_stated_formula_and_coords_its_inverse(topology: Topology) -
     places = product(range(topology.pp), range(topology.dp), range(topology.cp), range(topology.tp))
     for rank, (pp, dp, cp, tp) in enumerate(places):
         assert rank == tp + topology.tp * (cp + topology.cp * (dp + topology.dp * pp))
-        assert topology.rank(tp=tp, cp=cp, dp=dp, pp=pp) == rank
         edp, ep = divmod(tp + topology.tp * (cp + topology.cp * dp), topology.ep)
         assert topology.coords(rank) == Coords(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, edp=edp)
 
@@ -131,14 +130,6 @@ def test_embedding_groups_join_first_and_last_stage() -> None:
     assert Topology(tp=2).groups("embedding") == [(0,), (1,)]
 
 
-def test_for_world_takes_what_the_other_axes_leave() -> None:
-    assert Topology.for_world(16, tp=2, pp=2) == Topology(tp=2, dp=4, pp=2)
-    with pytest.raises(ConfigError, match=r"world size 12 .* tp\*cp\*pp = 4\*1\*2 = 8"):
-        Topology.for_world(12, tp=4, pp=2)
-    with pytest.raises(ConfigError, match=r"needs 16 ranks, but 8 were started.*dp=1 would fit"):
-        Topology.for_world(8, tp=4, pp=2, dp=2)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -146,10 +137,10 @@ def test_for_world_takes_what_the_other_axes_leave() -> None:
         (lambda: Topology(tp=True), r"parallel\.tp=True"),
         (lambda: Topology(tp=2).coords(2), r"rank 2 does not exist.*2 ranks.*0 to 1"),
         (lambda: Topology(tp=2).coords(-1), r"rank -1"),
-        (lambda: Topology(tp=2).rank(tp=2), r"tp coordinate 2 .* size 2; allowed are 0 to 1"),
         (lambda: Topology().groups(cast(Any, "sp")), r"'sp'; kinds are tp, cp"),
         (lambda: Topology(tp=2, dp=3, ep=4), r"ep=4 does not divide tp\*cp\*dp = 2\*1\*3 = 6"),
         (lambda: Topology(tp=4).require_world(6), r"needs 4 ranks, but 6.*multiple of .* 4"),
+        (lambda: Topology(tp=2, pp=2, dp=4).require_world(8), r"needs 16 ranks, .*dp=2 would fit"),
         (lambda: Topology(tp=4).require_world(0), r"needs 4 ranks, but 0.*multiple of .* 4"),
     ],
 )
