@@ -133,7 +133,7 @@ def row_of(trainer: Trainer, order: dict[str, Any], peak: int, hosts: int) -> di
         "settings": order["settings"],
         "model": {
             "family": config.model.family,
-            "parameters": parameter_counts(config.model).total,
+            "parameters": parameter_counts(config.model).total(),
             "layers": config.model.num_layers,
             "hidden": config.model.hidden_size,
             "seq_length": config.data.seq_length,

@@ -129,7 +129,7 @@ def measure(gate: Gate, length: int, backend: str) -> Row:
     )
     batches = batches_of(gate, config, warmup + steps)
     row: Row = {
-        "parameters": parameter_counts(config.model).total,
+        "parameters": parameter_counts(config.model).total(),
         "dtype": config.train.dtype,
         "micro_batch": config.train.micro_batch,
         "global_batch": config.train.global_batch,

@@ -157,7 +157,7 @@ def _run_lines(report: Report) -> Iterator[str]:
     """Model, layout, step and schedule."""
     config, plan = report.config, report.plan
     model, parallel, train = config.model, config.parallel, config.train
-    parameters = parameter_counts(model).total
+    parameters = parameter_counts(model).total()
     yield (
         f"model        {model.family}, {model.num_layers} layers of {model.hidden_size}, "
         f"{model.num_heads} heads, vocabulary {model.vocab_size}, "
@@ -242,7 +242,7 @@ def report_values(report: Report, device: Hardware | None) -> dict[str, Any]:
     parallel = config.parallel
     step_s = None if device is None else report.least_step_s(device)
     return {
-        "parameters": parameter_counts(config.model).total,
+        "parameters": parameter_counts(config.model).total(),
         "layout": {
             "tp": parallel.tp,
             "pp": parallel.pp,

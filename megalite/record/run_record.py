@@ -38,7 +38,7 @@ def run_record(
         "git_commit": metrics.git_commit(),
         "world_size": world_size,
         "hardware": asdict(device),
-        "parameters": parameter_counts(config.model).total,
+        "parameters": parameter_counts(config.model).total(),
         "flops_per_token": asdict(training_flops(config.model, config.data.seq_length)),
         "memory": asdict(memory),
         "kernels": kernels,
@@ -55,7 +55,7 @@ def run_lines(
     kernels: str,
 ) -> list[str]:
     """The console's lines about a run that starts: layout, memory, FLOPs."""
-    parallel, parameters = config.parallel, parameter_counts(config.model).total
+    parallel, parameters = config.parallel, parameter_counts(config.model).total()
     ranks = number_of(world_size, "rank")
     return [
         f"run {folder}: {parameters / 1e6:.2f}M parameters, {ranks} = tp {parallel.tp} x pp "

@@ -35,25 +35,6 @@ BACKWARD_FORWARDS = 2  # a backward multiplies twice: for the input's and the we
 
 
 @dataclass(frozen=True)
-class ParameterCounts:
-    """Elements of each kind of weight in the whole model."""
-
-    embedding: int
-    qkv: int
-    attention_out: int
-    mlp: int
-    norms: int
-    head: int  # 0 when tied to the embedding
-    positions: int = 0  # learned ones
-    biases: int = 0  # of linear layers; those of norms count as norms
-
-    @property
-    def total(self) -> int:
-        """All parameters, a tied one once."""
-        return sum(astuple(self))
-
-
-@dataclass(frozen=True)
 class Flops:
     """FLOPs per token, by term. `attention_*` are the two products with the scores.
 
@@ -93,10 +74,11 @@ class Mfu:
     causal: float
 
 
-def parameter_counts(model: ModelConfig, padded: bool = False) -> ParameterCounts:
-    """Parameters of the whole model; `padded` counts the vocabulary rows that are stored.
+def parameter_counts(model: ModelConfig, padded: bool = False) -> Counter[Role]:
+    """Elements of the weights of each role in the whole model, a tied one once.
 
-    Counted from the model's own list (`parameters.py`): the ends, and one layer for all.
+    `padded` counts the vocabulary rows that are stored. Counted from the model's own list
+    (`parameters.py`): the ends, and one layer for all.
     """
     ends = stage_parameters(model, replace(whole_model(model), layers=range(0)))
     layer = list(layer_parameters(model, 0))
@@ -106,16 +88,7 @@ def parameter_counts(model: ModelConfig, padded: bool = False) -> ParameterCount
         if spec.num_true_rows is not None and not padded:
             rows = spec.num_true_rows
         counts[spec.role] += times * rows * prod(columns)
-    return ParameterCounts(
-        embedding=counts["embedding"],
-        qkv=counts["qkv"],
-        attention_out=counts["attention_out"],
-        mlp=counts["mlp"],
-        norms=counts["norm"],
-        head=counts["head"],
-        positions=counts["positions"],
-        biases=counts["bias"],
-    )
+    return counts
 
 
 def forward_flops(model: ModelConfig, seq_length: int) -> Flops:
@@ -132,11 +105,11 @@ def forward_flops(model: ModelConfig, seq_length: int) -> Flops:
     scores = 4 * model.num_heads * model.head_size * seq_length * model.num_layers
     return Flops(
         embedding=0,
-        qkv=2 * counts.qkv,
+        qkv=2 * counts["qkv"],
         attention_full=scores,
         attention_causal=scores * window * (2 * seq_length - window) // (2 * seq_length**2),
-        attention_out=2 * counts.attention_out,
-        mlp=2 * counts.mlp,
+        attention_out=2 * counts["attention_out"],
+        mlp=2 * counts["mlp"],
         head=2 * model.vocab_size * model.hidden_size,
     )
 

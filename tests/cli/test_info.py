@@ -53,7 +53,7 @@ def test_a_run(folder: Path) -> None:
     assert found["kind"] == "run"
     assert (found["step"], found["total_steps"], found["attempts"]) == (4, 4, 2)
     assert found["end"] == "finished"
-    assert found["parameters"] == parameter_counts(config.model).total
+    assert found["parameters"] == parameter_counts(config.model).total()
     assert found["layout"] == {"tp": 2, "pp": 1, "vpp": 1, "dp": 1}
     assert found["schedule"] == "gpipe"
     assert found["optimizer"] == {"name": "adamw", "zero": 0}
@@ -79,7 +79,7 @@ def test_a_checkpoint(folder: Path) -> None:
     assert (found["kind"], found["step"], found["verified"]) == ("checkpoint", 4, "sha256")
     assert found["saved_at"] == {"tp": 2, "cp": 1, "dp": 1, "pp": 1}
     config = make_config(folder, "run", "tp2")
-    assert found["stored_weights"] == parameter_counts(config.model, padded=True).total
+    assert found["stored_weights"] == parameter_counts(config.model, padded=True).total()
     assert {"param", "exp_avg", "exp_avg_sq"} <= set(found["states"])
     assert as_json(path, "--quick")["verified"] == "size"
     assert "saved at     tp 2 x cp 1 x dp 1 x pp 1\n" in invoke(path).output

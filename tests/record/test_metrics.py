@@ -98,7 +98,7 @@ def test_the_first_line_says_what_ran_where(run: Path, config: RunConfig) -> Non
         "memory_bytes": None,
     }
     assert line["world_size"] == 8
-    assert line["parameters"] == parameter_counts(config.model).total
+    assert line["parameters"] == parameter_counts(config.model).total()
     assert line["git_commit"] is None or len(line["git_commit"]) == 40
     (restart,) = lines(run, "restart")
     assert (restart["step"], restart["config"]) == (2, line["config"])
@@ -173,7 +173,7 @@ def test_optimizer_memory_is_printed_and_is_a_share_of_it_under_zero1(
     pool.run(train, 2, [(small, None)])
     (memory,) = (line["memory"] for line in lines(folder / "memory", "run"))
     stored = memory["num_parameters"] + memory["num_padding"]
-    assert memory["num_parameters"] == parameter_counts(small.model, padded=True).total
+    assert memory["num_parameters"] == parameter_counts(small.model, padded=True).total()
     assert memory["param_bytes"] == memory["grad_bytes"] == 4 * stored
     assert memory["master_bytes"] == 0  # float32 weights are their own masters
     assert memory["exp_avg_bytes"] == memory["exp_avg_sq_bytes"] == 4 * stored // 2
