@@ -19,7 +19,7 @@ from megalite.layout.topology import Topology
 from megalite.planner import RankMemory, beside_tensors, microbatch_bytes, rank_memory
 from megalite.planner.storage import checkpoint_bytes, storage_bytes, storage_line
 from megalite.run.batch_plan import batch_plan
-from megalite.run.hardware import Hardware, number_format, peak_of
+from megalite.run.hardware import Hardware, number_format
 from megalite.run.model_math import parameter_counts, training_flops
 from megalite.run.parameters import ModelStage
 from megalite.run.stages import stages_of
@@ -112,7 +112,7 @@ class Report:
     def least_step_s(self, device: Hardware) -> float | None:
         """Seconds of a step of the full batch at the device's peak; None if that is not known."""
         train = self.config.train
-        peak = peak_of(device, number_format(train.dtype, train.tf32))
+        peak = device.peak_tflops.get(number_format(train.dtype, train.tf32))
         if peak is None:
             return None
         return self.step_flops / (peak * 1e12 * self.layout.world_size) / self.utilised
@@ -226,7 +226,7 @@ def _time(report: Report, device: Hardware) -> Iterator[str]:
             "tokens/s a rank"
         )
         yield (
-            f"             at the peak of {peak_of(device, form):g} TFLOP/s ({form}), of which "
+            f"             at the peak of {device.peak_tflops[form]:g} TFLOP/s ({form}), of which "
             f"bubble, balance and recomputation leave {report.utilised:.1%} to the model"
         )
     if tp > device.gpus_per_node:

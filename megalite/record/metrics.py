@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megalite.config import RunConfig
-from megalite.run.hardware import load_device_hardware, number_format, peak_of, peak_tflops
+from megalite.run.hardware import find_device, load_device_hardware, number_format
 from megalite.run.model_math import mfu, training_flops
 
 
@@ -37,16 +37,15 @@ def describe_device(device: torch.device, config: RunConfig) -> Device:
     must name the device.
     """
     train, own = config.train, config.log.hardware
-    products = number_format(train.dtype, train.tf32)
     memory = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         name = platform.processor() or platform.machine() or "cpu"
-    peak = peak_tflops(name, products)
-    if own is not None:
-        peak = peak_of(load_device_hardware(own, name), products)
+    known = find_device(name) if own is None else load_device_hardware(own, name)
+    products = number_format(train.dtype, train.tf32)
+    peak = None if known is None else known.peak_tflops.get(products)
     return Device(name, device.type == "cuda", peak, memory)
 
 

@@ -83,20 +83,7 @@ def load_device_hardware(path: str | Path, device_name: str) -> Hardware:
     return hardware
 
 
-def peak_tflops(device_name: str, number_format: str) -> float | None:
-    """Dense peak TFLOP/s of a device for a number format ("bfloat16"); None if not known."""
-    device = find_device(device_name)
-    return None if device is None else peak_of(device, number_format)
-
-
-def peak_of(hardware: Hardware, number_format: str) -> float | None:
-    """Dense peak TFLOP/s of a kind of hardware for a number format; None if not known."""
-    return next(
-        (peak for name, peak in hardware.peak_tflops.items() if name == number_format), None
-    )
-
-
-def number_format(dtype: str, tf32: bool) -> str:
+def number_format(dtype: PeakFormat, tf32: bool) -> PeakFormat:
     """The format that matrix products of a dtype run in: "tf32" for float32 where it is allowed."""
     return "tf32" if tf32 and dtype == "float32" else dtype
 

@@ -12,8 +12,6 @@ from megalite.run.hardware import (
     load_device_hardware,
     load_hardware,
     number_format,
-    peak_of,
-    peak_tflops,
     presets,
 )
 from tests import ROOT
@@ -40,7 +38,9 @@ def test_no_device_name_stands_in_two_presets() -> None:
     ],
 )
 def test_peaks_of_known_devices(device: str, tflops: float) -> None:
-    assert peak_tflops(device, "bfloat16") == tflops
+    known = find_device(device)
+    assert known is not None
+    assert known.peak_tflops["bfloat16"] == tflops
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,14 @@ def test_peaks_of_known_devices(device: str, tflops: float) -> None:
 )
 def test_similar_and_unknown_devices_are_unknown(device: str) -> None:
     assert find_device(device) is None
-    assert peak_tflops(device, "bfloat16") is None
 
 
 def test_float32_products_in_tf32_have_a_peak_of_their_own() -> None:
     assert number_format("float32", tf32=True) == "tf32"
     assert number_format("float32", tf32=False) == "float32"
     assert number_format("bfloat16", tf32=True) == "bfloat16"
-    assert peak_tflops("NVIDIA H200", "tf32") == 494.7
-    assert peak_tflops("NVIDIA H200", "float32") == 67
+    assert presets()["h200"].peak_tflops["tf32"] == 494.7
+    assert presets()["h200"].peak_tflops["float32"] == 67
 
 
 OWN = """
@@ -83,8 +82,7 @@ float32 = 0.1
 def test_a_file_of_ones_own_must_name_the_device(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
-    assert peak_of(load_device_hardware(path, "cpu"), "float32") == 0.1
-    assert peak_of(load_device_hardware(path, "cpu"), "bfloat16") is None
+    assert load_device_hardware(path, "cpu").peak_tflops == {"float32": 0.1}
     with pytest.raises(ConfigError, match="does not name the device that trains, 'NVIDIA H20'"):
         load_device_hardware(path, "NVIDIA H20")
     path.write_text(OWN.replace("float32 = 0.1", "bf16 = 0.1\nfloat32 = 0"))
@@ -94,7 +92,7 @@ def test_a_file_of_ones_own_must_name_the_device(tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_figure_is_unknown() -> None:
-    assert peak_tflops("NVIDIA H200", "float64") is None
+    assert "float64" not in presets()["h200"].peak_tflops
 
 
 def test_a_wrong_hardware_file_names_file_and_keys(tmp_path: Path) -> None:
