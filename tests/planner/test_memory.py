@@ -38,6 +38,18 @@ LAYOUTS: list[tuple[Case, Changes]] = [
         Case(m=2, micro_batch=4, pp=3),
         {"model": {"residual_dropout": 0.1, "embedding_dropout": 0.1}, "train": {"z_loss": 1e-3}},
     ),
+    (  # so narrow a feed-forward that its working memory is no multiple of 32 columns
+        Case(m=2, micro_batch=4, pp=3),
+        {
+            "model": {
+                "hidden_size": 8,
+                "num_heads": 1,
+                "num_kv_heads": 1,
+                "head_dim": 4,
+                "ffn_hidden_size": 8,
+            }
+        },
+    ),
 ]
 
 
