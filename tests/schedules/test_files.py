@@ -282,7 +282,7 @@ def test_the_pictures_and_the_table_of_the_documents_are_what_the_commands_give(
 ) -> None:
     docs = ROOT / "docs"
     text = (docs / "schedules.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^`megalite schedule (.+)`$", text, re.MULTILINE)
+    commands = re.findall(r"^megalite schedule (.+ --comm .+)$", text, re.MULTILINE)
     assert len(commands) == 7
     for command in commands:
         words = command.split()
