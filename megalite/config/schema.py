@@ -36,38 +36,66 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The transformer. Sizes are whole-model sizes, never per rank.
 
-    Defaults written here are llama's; `families.py` has those of the other families.
+    The defaults are those of llama; `families.py` has those of the other families.
+
+    Example:
+        [model]
+        family = "llama"
+        num_layers = 4
+        hidden_size = 128
+        num_heads = 4
+        num_kv_heads = 2
+        ffn_hidden_size = 344
+        vocab_size = 512
     """
 
+    # the family that gives the defaults of the other model settings
     family: Literal["llama", "gpt2", "qwen2", "qwen3", "mistral"] = "llama"
-    num_layers: int = Field(ge=1, le=100_000)
-    hidden_size: int = Field(ge=1, le=2**24)
-    num_heads: int = Field(ge=1, le=2**20)
-    num_kv_heads: int | None = Field(default=None, ge=1)  # None: num_heads (no grouped queries)
-    head_dim: int | None = Field(default=None, ge=1)  # None: hidden_size / num_heads
-    ffn_hidden_size: int = Field(ge=1, le=2**24)
-    vocab_size: int = Field(ge=1, le=2**31 - 1)  # the true vocabulary, unpadded
-    vocab_pad_multiple: int = Field(default=128, ge=1)  # never depends on tp
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm has a bias
+    num_layers: int = Field(ge=1, le=100_000)  # transformer layers of the whole model
+    hidden_size: int = Field(ge=1, le=2**24)  # elements of a token's hidden state
+    num_heads: int = Field(ge=1, le=2**20)  # query heads; tp divides them
+    # key and value heads, a divisor of num_heads; none: num_heads (no grouped queries)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    # elements of a head; none: hidden_size / num_heads
+    head_dim: int | None = Field(default=None, ge=1)
+    ffn_hidden_size: int = Field(ge=1, le=2**24)  # width of the feed-forward block
+    vocab_size: int = Field(ge=1, le=2**31 - 1)  # tokens of the true vocabulary, without padding
+    # rows of embedding and head are padded to a multiple of it, whatever tp is
+    vocab_pad_multiple: int = Field(default=128, ge=1)
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # norm of each layer; layernorm has a bias
+    # added to the mean square or variance before the root
     norm_eps: float = Field(default=1e-5, gt=0)
+    # rope rotates queries and keys; learned adds a trained row for each position
     positions: Literal["rope", "learned"] = "rope"
-    max_positions: int = Field(default=1024, ge=1, le=2**31 - 1)  # rows of learned positions
-    rope_theta: float = Field(default=10000.0, gt=0)
-    rope_fraction: float = Field(default=1.0, gt=0, le=1)  # share of each head that is turned
-    rope_scaling: Literal["llama3"] | None = None  # None: frequencies as they are
-    rope_factor: float = Field(default=8.0, ge=1)  # low frequencies are divided by it
+    # rows of learned positions, the longest sequence; only with positions = "learned"
+    max_positions: int = Field(default=1024, ge=1, le=2**31 - 1)
+    rope_theta: float = Field(default=10000.0, gt=0)  # base of the rotation's wavelengths
+    # share of each head's elements that is rotated
+    rope_fraction: float = Field(default=1.0, gt=0, le=1)
+    # llama3 slows low frequencies for long contexts; none: frequencies unchanged
+    rope_scaling: Literal["llama3"] | None = None
+    rope_factor: float = Field(default=8.0, ge=1)  # llama3: low frequencies are divided by it
+    # llama3: pairs with fewer turns in the original length are divided by the factor
     rope_low_freq_factor: float = Field(default=1.0, gt=0)
+    # llama3: pairs with more turns in the original length stay; blended between
     rope_high_freq_factor: float = Field(default=4.0, gt=0)
-    rope_original_max_position: int = Field(default=8192, ge=1)  # length trained before scaling
-    activation: Activation = "swiglu"  # swiglu has a third matrix, the gate
-    qkv_bias: bool = False
-    linear_bias: bool = False  # of the output projection and the feed-forward block
+    # llama3: tokens of the context length before scaling
+    rope_original_max_position: int = Field(default=8192, ge=1)
+    # function of the feed-forward block; swiglu has a third matrix, the gate
+    activation: Activation = "swiglu"
+    qkv_bias: bool = False  # biases of the query, key and value projections
+    linear_bias: bool = False  # biases of the output projection and of the feed-forward block
     qk_norm: bool = False  # RMSNorm over each query and key head
-    sliding_window: int | None = Field(default=None, ge=1)  # tokens seen, itself included
-    tie_embeddings: bool = False
+    # tokens that a token attends to, itself included; none: all before it
+    sliding_window: int | None = Field(default=None, ge=1)
+    tie_embeddings: bool = False  # the head uses the embedding's weight
+    # probability of dropping an element of the embedding's output
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)  # of attention weights
-    residual_dropout: float = Field(default=0.0, ge=0, lt=1)  # ahead of each residual sum
+    # probability of dropping an attention weight
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    # probability of dropping an element before each residual sum
+    residual_dropout: float = Field(default=0.0, ge=0, lt=1)
+    # deviation of initial weights; output projections use init_std / sqrt(2 num_layers)
     init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="before")
@@ -110,29 +138,53 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The layout: how many ranks each axis has, and how layers are spread over stages."""
+    """The layout: how many ranks each axis has, and how layers are spread over stages.
 
+    Example:
+        [parallel]          # 8 ranks
+        tp = 2
+        pp = 2
+        vpp = 2
+        dp = 2
+        sequence_parallel = true
+    """
+
+    # tensor-parallel ranks, which share each layer; keep it within a node
     tp: int = Field(default=1, ge=1, le=2**20)
+    # pipeline-parallel ranks, which share the layers in order
     pp: int = Field(default=1, ge=1, le=2**12)
-    vpp: int = Field(default=1, ge=1, le=2**12)  # model chunks per pipeline rank
-    dp: int | None = Field(default=None, ge=1, le=2**20)  # None: what the world size leaves
+    # model chunks on each pipeline rank; above 1 the schedule interleaves them
+    vpp: int = Field(default=1, ge=1, le=2**12)
+    # data-parallel replicas; none: world size / (tp * pp)
+    dp: int | None = Field(default=None, ge=1, le=2**20)
+    # split norms and residuals over tp by tokens, to save memory; needs tp > 1
     sequence_parallel: bool = False
-    # layers of each of the pp * vpp stages, in model order; None: as even as possible
+    # layers of each of the pp * vpp stages, in model order; none: as even as possible
     stage_layers: list[Annotated[int, Field(ge=0)]] | None = None
-    # "cost": the head counts as many layers as its FLOPs are worth; "layers": as given below
+    # layers: the head counts as head_layers; cost: as many layers as its FLOPs are worth
     balance: Literal["layers", "cost"] = "layers"
-    embedding_layers: float = Field(default=0.0, ge=0)  # embedding's cost in layer-equivalents
-    head_layers: float = Field(default=0.0, ge=0)  # head and loss, in layer-equivalents
-    overlap_tp: bool = True  # input-gradient collective in flight during the weight gradient
+    # cost of the embedding in layers, when layers are spread over stages
+    embedding_layers: float = Field(default=0.0, ge=0)
+    # cost of head and loss in layers, when layers are spread over stages
+    head_layers: float = Field(default=0.0, ge=0)
+    overlap_tp: bool = True  # send input gradients while weight gradients are computed
 
 
 class PipelineConfig(Section):
-    """Order of work in the pipeline."""
+    """Order of work in the pipeline.
 
-    # a name of `megalite schedule`, "family:...", "file:PATH" or "auto"; None: by pp, vpp and tp
+    Example:
+        [pipeline]
+        schedule = "interleaved"
+        trace_step = 10
+    """
+
+    # a name of `megalite schedule`, "family:...", "file:PATH" or "auto"; none: chosen by pp, vpp,
+    # tp and recompute
     schedule: str | None = Field(default=None, min_length=1)
-    trace_step: int | None = Field(default=None, ge=1)  # step whose time line is recorded
-    # for "auto": most activations a rank may hold, in its own of one microbatch; None: pp of them
+    # step whose time line is recorded, for `megalite schedule --from-run`; none: no step
+    trace_step: int | None = Field(default=None, ge=1)
+    # for "auto": most activations a rank may hold, in its share of one microbatch; none: pp of them
     max_activations: float | None = Field(default=None, gt=0)
 
 
@@ -141,12 +193,21 @@ class GroupConfig(Section):
 
     `match` is a shell pattern over global parameter names ("*.bias", "embedding.weight"). Every
     group that matches applies, in order: a later one overrides what it sets.
+
+    Example:
+        [[optimizer.groups]]
+        match = "embedding.weight"
+        lr_scale = 0.5
+        weight_decay = 0.0
     """
 
-    match: str = Field(min_length=1)
-    lr_scale: float | None = Field(default=None, ge=0)  # times the schedule's rate; 0: frozen
+    match: str = Field(min_length=1)  # shell pattern of global parameter names, such as "*.bias"
+    # factor of the learning rate; 0: frozen; none: unchanged
+    lr_scale: float | None = Field(default=None, ge=0)
+    # decay of these parameters; none: unchanged
     weight_decay: float | None = Field(default=None, ge=0)
-    algorithm: Literal["adamw"] | None = None  # for a matrix that Muon would take
+    # adamw, for a matrix that Muon would update; none: unchanged
+    algorithm: Literal["adamw"] | None = None
 
     @model_validator(mode="after")
     def _sets_something(self) -> GroupConfig:
@@ -156,52 +217,76 @@ class GroupConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The algorithm, its learning-rate schedule, clipping, and where its state lives."""
+    """The algorithm, its learning-rate schedule, clipping, and where its state lives.
+
+    Example:
+        [optimizer]
+        lr = 3e-4
+        min_lr = 3e-5
+        lr_schedule = "cosine"
+        warmup_steps = 20
+        clip_grad = "none"  # no clipping
+    """
 
     # muon: hidden matrices by Muon, everything else by AdamW with the same rate
     name: Literal["adamw", "muon"] = "adamw"
-    # apex: AdamW by NVIDIA's FusedAdam, where it is installed; fused: by the backend's own kernel
+    # kernel of AdamW; fused: the backend's own; apex: NVIDIA's FusedAdam, if installed
     adam: Literal["fused", "apex"] = "fused"
-    lr: float = Field(default=3e-4, ge=0)
-    min_lr: float = Field(default=0.0, ge=0)
+    lr: float = Field(default=3e-4, ge=0)  # learning rate after the warm-up
+    min_lr: float = Field(default=0.0, ge=0)  # learning rate at the end of the decay
+    # shape of the learning rate after the warm-up; wsd stays at lr until its last phase
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    # steps in which the rate rises linearly to lr; 0: no warm-up
     warmup_steps: int = Field(default=0, ge=0)
-    # instead of warmup_steps; warm-up and decay in tokens take at least a step's
+    # warm-up in tokens, at least those of a step; none: warmup_steps counts
     warmup_tokens: int | None = Field(default=None, ge=1)
-    decay_steps: int | None = Field(default=None, ge=1)  # end of the decay; None: the run's
-    decay_tokens: int | None = Field(default=None, ge=1)  # instead of decay_steps
-    # wsd: warm-up, stable, and at the end a decay of this length and shape
+    # step at which the decay ends; none: the end of the run
+    decay_steps: int | None = Field(default=None, ge=1)
+    # decay_steps in tokens; none: decay_steps counts
+    decay_tokens: int | None = Field(default=None, ge=1)
+    # wsd: length of the decay at the end, in steps; wsd needs this or wsd_decay_tokens
     wsd_decay_steps: int | None = Field(default=None, ge=1)
+    # wsd: length of the decay at the end, in tokens; none: wsd_decay_steps counts
     wsd_decay_tokens: int | None = Field(default=None, ge=1)
+    # wsd: shape of the decay at the end
     wsd_decay_shape: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)  # not applied to 1-D parameters
+    beta1: float = Field(default=0.9, ge=0, lt=1)  # AdamW: decay of the mean of gradients
+    beta2: float = Field(default=0.95, ge=0, lt=1)  # AdamW: decay of the mean of squared gradients
+    eps: float = Field(default=1e-8, gt=0)  # AdamW: added to the root of the second moment
+    # decoupled decay; not applied to one-dimensional parameters
+    weight_decay: float = Field(default=0.1, ge=0)
     groups: list[GroupConfig] = []  # exceptions by parameter name
-    ema_decay: float | None = Field(default=None, gt=0, lt=1)  # None: no average of the weights
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # as stored; computed in fp32
-    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # as sent; summed in fp32
-    # Dynamic loss scaling, of train.dtype=float16 only.
-    loss_scale: float = Field(default=65536.0, ge=1, le=2.0**64)  # initial
-    loss_scale_min: float = Field(default=1.0, gt=0, le=2.0**64)
-    loss_scale_interval: int = Field(default=1000, ge=1)  # good steps before it grows
-    loss_scale_hysteresis: int = Field(default=2, ge=1)  # bad steps before it backs off
-    loss_scale_backoff: float = Field(default=0.5, gt=0, lt=1)  # growth is its inverse
-    # Muon only.
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    muon_nesterov: bool = True
-    muon_steps: int = Field(default=5, ge=1, le=30)  # Newton-Schulz iterations
-    muon_scale: Literal["adamw_rms", "spectral"] = "adamw_rms"  # size of an update
-    muon_dtype: Literal["float32", "bfloat16"] = "float32"  # of the iteration
-    clip_grad: float | None = Field(default=1.0, gt=0)  # None: no clipping
+    # decay of an average of the weights, for evaluation; none: no average
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    # type in which moments are stored; they are computed in float32
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    # type in which gradients are sent; they are summed in float32
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    loss_scale: float = Field(default=65536.0, ge=1, le=2.0**64)  # float16: initial loss scale
+    loss_scale_min: float = Field(default=1.0, gt=0, le=2.0**64)  # float16: smallest loss scale
+    # float16: good steps in a row before the scale grows
+    loss_scale_interval: int = Field(default=1000, ge=1)
+    # float16: bad steps before the scale is reduced
+    loss_scale_hysteresis: int = Field(default=2, ge=1)
+    # float16: factor of a reduction; growth is its inverse
+    loss_scale_backoff: float = Field(default=0.5, gt=0, lt=1)
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)  # Muon: decay of the momentum
+    muon_nesterov: bool = True  # Muon: Nesterov momentum
+    muon_steps: int = Field(default=5, ge=1, le=30)  # Muon: Newton-Schulz iterations
+    # Muon: size of an update; adamw_rms: like one of AdamW; spectral: by the matrix's shape
+    muon_scale: Literal["adamw_rms", "spectral"] = "adamw_rms"
+    muon_dtype: Literal["float32", "bfloat16"] = "float32"  # Muon: type of the iteration
+    # largest gradient norm of the whole model; larger ones are scaled down; none: no clipping
+    clip_grad: float | None = Field(default=1.0, gt=0)
+    # at a gradient that is not finite: end the run, or skip the step
     non_finite: Literal["stop", "skip"] = "stop"
-    max_skips: int = Field(default=10, ge=1)  # consecutive skipped steps before the run stops
+    max_skips: int = Field(default=10, ge=1)  # skipped steps in a row after which the run stops
+    # ZeRO stage; 1 spreads optimizer state over the replicas, 0 keeps it whole on each
     zero: Literal[0, 1] = 1
-    bucket_mb: float = Field(
-        default=40.0, gt=0, le=1_000_000
-    )  # gradient bucket, MiB of fp32 gradients
-    overlap_grad_reduce: bool = True
+    # size of a gradient bucket, MiB of float32 gradients
+    bucket_mb: float = Field(default=40.0, gt=0, le=1_000_000)
+    overlap_grad_reduce: bool = True  # reduce gradients during the last backward
+    # gather parameters until their first use in the next step; only with zero = 1
     overlap_param_gather: bool = True
 
     @field_validator("zero", mode="before")
@@ -232,25 +317,49 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
 class SourceConfig(Section):
-    """One source of a blend. Weights are relative: 7 and 3 are the same as 0.7 and 0.3."""
+    """One source of a blend. Weights are relative: 7 and 3 are the same as 0.7 and 0.3.
 
-    path: Prefix  # PREFIX of PREFIX.bin and PREFIX.idx
-    weight: float = Field(default=1.0, ge=0)  # share of samples, to 1/65,536; 0: validation only
-    name: SetName | None = None  # in messages and validation sets; None: the last part of path
+    Example:
+        [data]
+        path = "none"       # only where a base file sets it
+
+        [[data.sources]]
+        path = "data/web"
+        weight = 0.7
+
+        [[data.sources]]
+        path = "data/code"
+        weight = 0.3
+    """
+
+    path: Prefix  # PREFIX of the dataset's files PREFIX.bin and PREFIX.idx
+    # share of samples, relative to the others, kept to 1/65,536; 0: validation only
+    weight: float = Field(default=1.0, ge=0)
+    name: SetName | None = None  # name in messages and validation sets; none: the last part of path
 
 
 class DataConfig(Section):
-    """The sources of tokens, and how they are cut into samples."""
+    """The sources of tokens, and how they are cut into samples.
 
-    path: Prefix | None = None  # PREFIX of PREFIX.bin and PREFIX.idx
-    sources: list[SourceConfig] = []  # a blend, instead of path
-    tokenizer: PathText | None = None  # sentencepiece, generated samples
-    seq_length: int = Field(ge=1, le=2**31 - 1)
-    # train, validation and perhaps test: shares of each source's token stream; also "969,30,1"
+    Example:
+        [data]
+        path = "data/web"
+        tokenizer = "data/web.model"
+        seq_length = 128
+        split = "969,30,1"
+    """
+
+    # PREFIX of the dataset's files PREFIX.bin and PREFIX.idx; none: sources are given
+    path: Prefix | None = None
+    sources: list[SourceConfig] = []  # a blend of datasets, instead of path
+    tokenizer: PathText | None = None  # sentencepiece model, for generated text; none: no text
+    seq_length: int = Field(ge=1, le=2**31 - 1)  # tokens of a sample
+    # shares of each source for train, validation and, if given, test; also "969,30,1"
     split: tuple[float, ...] = (0.98, 0.02)
-    document_masks: bool = False  # documents do not attend to each other
-    workers: int = Field(default=1, ge=0, le=64)  # threads that read ahead; 0: none
-    prefetch: int = Field(default=2, ge=1, le=1024)  # steps that they may be ahead
+    document_masks: bool = False  # tokens attend only to their own document
+    # threads that read ahead; 0: read when the step needs it
+    workers: int = Field(default=1, ge=0, le=64)
+    prefetch: int = Field(default=2, ge=1, le=1024)  # steps that the threads may be ahead
 
     @field_validator("split", mode="before")
     @classmethod
@@ -259,30 +368,53 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """Length of the run, batch of a step, number formats, recomputation and loss."""
+    """Length of the run, batch of a step, number formats, recomputation and loss.
 
-    steps: int = Field(ge=0)  # or `tokens`, from which it then follows
-    tokens: int | None = Field(default=None, ge=1)  # the run's length in tokens instead of steps
-    global_batch: int = Field(ge=1, le=10_000_000)  # sequences per step
-    # a batch that grows from `start` by `increment` to global_batch, over so much of the data
+    Example:
+        [train]
+        steps = 1000
+        global_batch = 16
+        micro_batch = 2
+        seed = 7
+        recompute = "selective"
+    """
+
+    steps: int = Field(ge=0)  # optimizer steps of the run; required unless tokens is given
+    # length of the run in tokens, rounded up to steps; none: steps counts
+    tokens: int | None = Field(default=None, ge=1)
+    global_batch: int = Field(ge=1, le=10_000_000)  # sequences of a step, over all replicas
+    # sequences of the first steps of a growing batch; none: no ramp
     batch_ramp_start: int | None = Field(default=None, ge=1)
+    # sequences that the ramp adds at a time, up to global_batch
     batch_ramp_increment: int | None = Field(default=None, ge=1)
+    # length of the ramp in sequences; give this or batch_ramp_tokens
     batch_ramp_samples: int | None = Field(default=None, ge=1)
+    # length of the ramp in tokens; give this or batch_ramp_samples
     batch_ramp_tokens: int | None = Field(default=None, ge=1)
-    micro_batch: int = Field(default=1, ge=1)  # sequences per microbatch
+    micro_batch: int = Field(default=1, ge=1)  # sequences that a rank computes at a time
+    # seed of initial weights, dropout and the order of samples
     seed: int = Field(default=1234, ge=0, le=MAX_SEED)
+    # type of weights and activations; the optimizer keeps at least float32
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    tf32: bool = False  # float32 matrix products in TF32 (GPUs)
+    tf32: bool = False  # compute float32 matrix products in TF32 on GPUs
+    # what the backward computes again: none, rotated heads, attention and activation (selective),
+    # layers (full) or stages (stage)
     recompute: Literal["none", "selective", "full", "stage"] = "none"
-    loss_chunk_tokens: int = Field(default=0, ge=0)  # 0: loss over whole microbatches
-    z_loss: float = Field(default=0.0, ge=0, le=1)  # adds z_loss * log-sum-exp^2 for each token
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # share spread over the vocabulary
-    # a loss far above the median of the last `window` ones: see train/policies.py
+    # tokens whose logits are computed at a time; 0: the whole microbatch
+    loss_chunk_tokens: int = Field(default=0, ge=0)
+    # coefficient of the squared log-sum-exp of each token's logits; 0: off
+    z_loss: float = Field(default=0.0, ge=0, le=1)
+    # share of the target spread over the vocabulary; 0: off
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    # at a loss far above the median of recent ones: do nothing, end the run, or skip the step
     loss_spike: Literal["off", "stop", "skip"] = "off"
-    loss_spike_threshold: float = Field(default=10.0, gt=0)  # in deviations of the window
-    loss_spike_window: int = Field(default=64, ge=8, le=10_000)  # steps; no verdict until full
-    deterministic: bool = False  # only algorithms that give the same bits on every run
-    timeout_s: float = Field(default=600.0, ge=1, le=1_000_000)  # of a collective
+    # deviations above the median that make a spike
+    loss_spike_threshold: float = Field(default=10.0, gt=0)
+    # normal losses that the median is taken of, in steps; no verdict until full
+    loss_spike_window: int = Field(default=64, ge=8, le=10_000)
+    deterministic: bool = False  # allow only algorithms that give the same bits on every run
+    # seconds that a collective may take
+    timeout_s: float = Field(default=600.0, ge=1, le=1_000_000)
 
     @model_validator(mode="before")
     @classmethod
@@ -294,39 +426,60 @@ class TrainConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """A dataset that is only evaluated, whole."""
+    """A dataset that is only evaluated, whole.
 
-    name: SetName
-    path: Prefix
+    Example:
+        [[eval.sets]]
+        name = "books"
+        path = "data/books"
+    """
+
+    name: SetName  # name of the set in the record
+    path: Prefix  # PREFIX of the dataset's files PREFIX.bin and PREFIX.idx
 
 
 class EvalConfig(Section):
-    """Validation during training, and at its end."""
+    """Validation during training, and at its end.
 
-    interval: int = Field(default=0, ge=0)  # steps; 0: never; past the end: reported at the start
-    # global batches of each set, the same ones every time; None: all of the set
+    Example:
+        [eval]
+        interval = 50
+        batches = 2
+    """
+
+    # steps between evaluations, and one at the end; 0: never
+    interval: int = Field(default=0, ge=0)
+    # global batches of each set, the same ones every time; none: the whole set
     batches: int | None = Field(default=None, ge=1)
-    weights: Literal["model", "ema"] = "model"  # ema: the average that optimizer.ema_decay keeps
-    sets: list[EvalSetConfig] = []  # beside what data.split leaves for validation
+    # weights to evaluate; ema: the average that optimizer.ema_decay keeps
+    weights: Literal["model", "ema"] = "model"
+    sets: list[EvalSetConfig] = []  # datasets beside the validation parts of data.split
 
 
 class CheckpointConfig(Section):
     """Saves of a run, the checkpoints that stay, and the state that a run starts from.
 
-    It saves by the first of both intervals that is due, at the end and on a signal.
+    A run saves when the first of both intervals is due, at its end and on a signal.
+
+    Example:
+        [checkpoint]
+        interval = 100
+        keep = 2
+        keep_every = 300
+        keep_best = "validation"
     """
 
-    # steps; 0: not by steps, and if 0 is written, by time only where interval_s is, too; past the
-    # end: reported at the start
+    # steps between saves; 0: not by steps, and if 0 is written, by time only with interval_s
     interval: int = Field(default=0, ge=0)
     interval_s: float = Field(default=1800.0, ge=0)  # seconds since the last save; 0: not by time
-    keep: int = Field(default=3, ge=1)  # newest checkpoints that stay
-    # of each so many steps the first stays, too; 1: all stay; 0: off
+    keep: int = Field(default=3, ge=1)  # newest checkpoints that are kept
+    # the first checkpoint of each so many steps is kept; 1: all; 0: off
     keep_every: int = Field(default=0, ge=0)
-    # a validation set: a save before each evaluation, of which the lowest loss of it stays, too
+    # validation set whose lowest loss is kept; adds a save before each evaluation; none: off
     keep_best: str | None = Field(default=None, min_length=1)
+    # if the run has a checkpoint: auto resumes, never refuses; must refuses if there is none
     resume: Literal["auto", "never", "must"] = "auto"
-    # run or checkpoint folder whose weights a new run starts from, with a fresh optimizer
+    # run or checkpoint whose weights a new run starts from, with a fresh optimizer; none: random
     load_weights: PathText | None = None
 
     @model_validator(mode="before")
@@ -338,45 +491,83 @@ class CheckpointConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases, on where `project` is set. A key is no setting: wandb finds its own."""
+    """Weights & Biases, used if `project` is set. The key is not a setting; wandb finds its own.
 
-    project: str | None = Field(default=None, min_length=1)
-    mode: Literal["auto", "online", "offline"] = "auto"  # auto: online where it has a key
-    entity: str | None = Field(default=None, min_length=1)
-    group: str | None = Field(default=None, min_length=1)
-    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = []
-    timeout_s: float = Field(default=15.0, ge=1, le=600)  # of its start; training does not wait
+    Example:
+        [log.wandb]
+        project = "mine"
+        mode = "offline"
+        tags = ["small", "first"]
+    """
+
+    project: str | None = Field(default=None, min_length=1)  # project to log to; none: wandb is off
+    # auto: online if wandb has a key, else offline
+    mode: Literal["auto", "online", "offline"] = "auto"
+    entity: str | None = Field(default=None, min_length=1)  # user or team; none: the key's default
+    group: str | None = Field(default=None, min_length=1)  # group of the run; none: no group
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = []  # tags of the run
+    # seconds for its start, during which training goes on
+    timeout_s: float = Field(default=15.0, ge=1, le=600)
 
 
 class LogConfig(Section):
-    """Console and metrics."""
+    """Console and metrics.
 
-    # steps between console lines; the last step has one; past the end: reported at the start
+    Example:
+        [log]
+        interval = 10
+        tensorboard = true
+    """
+
+    # steps between console lines; the last step always has one
     interval: int = Field(default=1, ge=1)
-    format: Literal["megalite", "megatron"] = "megalite"  # of console lines
-    # steps; 0: never; past the end: reported at the start
+    # form of console lines; megatron: as Megatron-LM prints them
+    format: Literal["megalite", "megatron"] = "megalite"
+    # steps between parameter statistics; 0: never
     param_stats_interval: int = Field(default=0, ge=0)
-    hardware: PathText | None = None  # file with the device's peak
-    tensorboard: bool = False
-    wandb: WandbConfig = WandbConfig()
+    # hardware file with the device's peak, as in configs/hardware; none: found by the device's name
+    hardware: PathText | None = None
+    tensorboard: bool = False  # write runs/NAME/tensorboard; needs the tensorboard package
+    wandb: WandbConfig = WandbConfig()  # Weights & Biases
 
 
 class KernelsConfig(Section):
-    """The kernels for norms, activations, attention, loss and update: see docs/kernels.md."""
+    """The kernels for norms, activations, attention, loss and update: see docs/kernels.md.
 
-    # auto: triton on CUDA devices of capability 8.0 and up, else plain torch (reference);
-    # interpret: triton on the CPU, for tests, with TRITON_INTERPRET=1 in the environment
+    Example:
+        [kernels]
+        backend = "reference"
+        attention = "sdpa_flash"
+    """
+
+    # auto: triton on CUDA devices from capability 8.0, else plain torch (reference); interpret:
+    # Triton's interpreter, for tests
     backend: Literal["auto", "triton", "reference", "interpret"] = "auto"
-    # auto: the backend's own; sdpa: torch's flash or cuDNN attention; fa3, fa4: FlashAttention 3 or
-    # 4, where it is installed
+    # auto: the backend's own; sdpa_flash, sdpa_cudnn: torch's; fa3, fa4: FlashAttention 3 or 4, if
+    # installed
     attention: Literal["auto", "sdpa_flash", "sdpa_cudnn", "fa3", "fa4"] = "auto"
-    norm: Literal["auto", "apex"] = "auto"  # of RMSNorm; apex: NVIDIA's, where it is installed
+    # kernel of RMSNorm; auto: the backend's own; apex: NVIDIA's, if installed
+    norm: Literal["auto", "apex"] = "auto"
 
 
 class RunConfig(Section):
-    """Everything one run needs; written resolved into its run folder."""
+    """Everything that one run needs. The run folder gets it with every value filled in.
 
-    # a folder name below `out`, so no separators and no leading dot
+    Example:
+        base = "configs/models/llama-tiny.toml"   # settings that this file does not repeat
+        name = "first"
+        out = "runs"
+
+        [data]
+        path = "data/stdlib"
+        seq_length = 128
+
+        [train]
+        steps = 1000
+        global_batch = 16
+    """
+
+    # name of the run folder in out; letters, digits, "_", "." and "-", no leading dot
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     out: PathText = "runs"  # folder that holds the run folders
     model: ModelConfig

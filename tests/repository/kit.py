@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import types
 import typing
 from typing import Any
@@ -19,14 +20,27 @@ from megalite.config.names import toml_value
 HEAD = """\
 # Settings
 
-Every setting of a run's TOML file, section by section: its default, what it may be, what it does.
-On the command line it is `section.key=value`; `megalite train CONFIG --print-config` shows the
-values of a run and where each comes from. A whole number may be written as 1e10, and `~` at the
-start of a path is your home. A word of another framework (`--tensor-model-parallel-size`,
-`training.local_batch_size`) is answered by the setting that means the same. "Open" means that
-megalite finds the value out, from the other settings or the number of processes; `"none"` sets it
-open again, and turns off `clip_grad`. A value without a default must be given. Model settings have
-the defaults of their family ([families.md](families.md)).
+This page lists every setting of a run's TOML file, section by section: its default, its values, and
+what it does. Use it to look a setting up; each section begins with an example. A setting costs
+nothing to read about: what memory and time a config takes is printed by `megalite plan`
+([plan.md](plan.md)). The page is generated from `megalite/config/schema.py`.
+
+The settings of a run, and where each comes from, are printed by:
+
+```bash
+megalite train configs/quickstart.toml --print-config
+```
+
+* On the command line a setting is `section.key=value`. In a file, `base = "other.toml"` takes the
+  settings of another file first.
+* A required setting has no default. It is given in the file, its base or on the command line.
+* `"none"` means that a setting is not set. The last column says what holds then. In a file,
+  `"none"` also removes the value of a base file. An entry of a list (`[[data.sources]]`) leaves a
+  setting out instead.
+* A whole number may be written as 1e10. `~` at the start of a path is your home.
+* Defaults of `[model]` depend on the family ([families.md](families.md)).
+* A setting of another framework (`--tensor-model-parallel-size`, `training.local_batch_size`) is
+  answered with the one to write here.
 """
 
 
@@ -38,15 +52,26 @@ def reference() -> str:
     """The whole page."""
     parts = [HEAD]
     for name, section in sections(RunConfig, ""):
-        title = f"[{name}]" if name else "At the top"
-        lines = [line.strip() for line in (section.__doc__ or "").strip().splitlines()]
-        parts.append(f"\n## {title}\n\n" + "\n".join(lines) + "\n")
+        text, example = docs_of(section)
+        parts.append(f"\n## {f'[{name}]' if name else 'At the top'}\n\n{text}\n")
+        parts.append(f"\n```toml\n{example}\n```\n")
         parts.append("\n| setting | default | values | what it does |\n|---|---|---|---|\n")
         comments = comments_of(section)
+        in_list = name.startswith("[")
         for key, info in section.model_fields.items():
+            # The sections themselves have headings below; a list of tables is a setting too.
             if not section_of(info.annotation):
-                parts.append(row(key, info, comments.get(key, "")))
+                parts.append(row(key, info, values_text(info, in_list), comments[key], in_list))
+            elif is_list(info.annotation):
+                tables = f"tables, written `[[{name}.{key}]]`"
+                parts.append(row(key, info, tables, comments[key], in_list))
     return "".join(parts)
+
+
+def docs_of(section: type[Section]) -> tuple[str, str]:
+    """(text, example) of a section's docstring, which ends with a TOML block under "Example:"."""
+    text, _, example = inspect.cleandoc(section.__doc__ or "").partition("\nExample:\n")
+    return text.strip(), textwrap.dedent(example).strip()
 
 
 def sections(section: type[Section], name: str) -> list[tuple[str, type[Section]]]:
@@ -56,8 +81,7 @@ def sections(section: type[Section], name: str) -> list[tuple[str, type[Section]
         inner = section_of(info.annotation)
         if inner is not None:
             path = f"{name}.{key}" if name else key
-            is_list = typing.get_origin(info.annotation) in (list, tuple)
-            found += sections(inner, f"[{path}]" if is_list else path)
+            found += sections(inner, f"[{path}]" if is_list(info.annotation) else path)
     return found
 
 
@@ -69,32 +93,40 @@ def section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def row(key: str, info: FieldInfo, comment: str) -> str:
-    default = (
-        "given" if info.is_required() else value_text(info.get_default(call_default_factory=True))
-    )
-    cells = (f"`{key}`", default, values_text(info), comment)
+def is_list(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (list, tuple)
+
+
+def row(key: str, info: FieldInfo, values: str, comment: str, in_list: bool) -> str:
+    default = "required" if info.is_required() else value_text(default_of(info), in_list)
+    cells = (f"`{key}`", default, values, comment)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def value_text(value: Any) -> str:
-    if value is None:
-        return "open"
+def default_of(info: FieldInfo) -> Any:
+    return info.get_default(call_default_factory=True)
+
+
+def value_text(value: Any, in_list: bool) -> str:
+    if value is None and in_list:
+        return "left out"
     return f"`{toml_value(list(value) if isinstance(value, tuple) else value)}`"
 
 
-def values_text(info: FieldInfo) -> str:
-    kinds = [part for part in alternatives(info.annotation) if part is not type(None)]
+def values_text(info: FieldInfo, in_list: bool) -> str:
+    names = {"int": "integer", "float": "number", "str": "text", "bool": "`true`, `false`"}
     texts = []
-    for kind in kinds:
-        if typing.get_origin(kind) is typing.Literal:
+    for kind in alternatives(info.annotation):
+        if kind is type(None):
+            texts += [] if in_list else ['`"none"`']
+        elif typing.get_origin(kind) is typing.Literal:
             texts += [f"`{toml_value(choice)}`" for choice in typing.get_args(kind)]
-        elif typing.get_origin(kind) in (list, tuple):
-            texts.append("list")
+        elif is_list(kind):
+            (item,) = alternatives(typing.get_args(kind)[0])
+            texts.append(f"list of {names[item.__name__]}{'' if item is str else 's'}")
         else:
-            names = {"int": "integer", "float": "number", "str": "text", "bool": "true or false"}
-            texts.append(names.get(getattr(kind, "__name__", ""), "value"))
-    return ", ".join(texts) + bounds(info)
+            texts.append(names[kind.__name__] + bounds(info))
+    return ", ".join(texts)
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
