@@ -97,7 +97,8 @@ def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping
     # An unlisted type can only come from a new kind of field; its own message is then the best.
     needs = _NEEDS[kind](found.get("ctx", {})) if kind in _NEEDS else str(found["msg"]).lower()
     # Elsewhere 0 or -1 turns off what is off by "none" here.
-    off = ', or "none"' if not inside and kind in _BOUNDS and keys()[name].optional else ""
+    key = None if inside else keys().get(name)  # None for a key of a hardware file, too
+    off = ', or "none"' if key is not None and key.optional and kind in _BOUNDS else ""
     return f"{_path_text(name, inside)}={toml_value(value)}{where} {needs}{off}{_remedy(found)}"
 
 
