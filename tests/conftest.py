@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fork the pool's zygote while this process has one thread; it sleeps until a test asks."""
+    # Under nohup it is ignored, and so it would be in the processes whose answer is tested.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if config.getoption("--ranks") != "none":
         config.stash[_POOL] = RankPool(max_world_size=8)
 
