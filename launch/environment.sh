@@ -6,7 +6,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${MEGALITE_VENV:-$root/.venv}"
 
-setup_environment() { # setup_environment EXTRA: "" or "[dev]"
+setup_environment() { # setup_environment EXTRA: "[plots]" or "[dev]"
     local extra="$1" python="${MEGALITE_PYTHON:-python3}"
     local stamp="$venv/.installed$extra"
     if [ -f "$stamp" ] && [ "$stamp" -nt "$root/pyproject.toml" ] && [ "$stamp" -nt "$root/setup.py" ]; then

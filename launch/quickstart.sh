@@ -6,7 +6,7 @@
 # MEGALITE_WORK names another folder than the repository for data/ and runs/.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-setup_environment ""
+setup_environment "[plots]"
 mkdir -p "${MEGALITE_WORK:-$root}"
 cd "${MEGALITE_WORK:-$root}"
 export PATH="$venv/bin:$PATH"

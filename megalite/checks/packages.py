@@ -13,6 +13,11 @@ from megalite.errors import ConfigError
 
 Found = Callable[[str], bool]
 
+# package -> the extra that installs it
+_EXTRAS = {"matplotlib": "plots", "pyarrow": "corpora"} | {
+    name: name for name in ("tensorboard", "triton", "wandb")
+}
+
 
 def is_installed(package: str) -> bool:
     """True if a package can be imported; a bare folder of that name (./wandb) does not count."""
@@ -23,11 +28,23 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def install_command(package: str) -> str:
+    """The command that installs an optional package, by its extra."""
+    return f"pip install 'megalite[{_EXTRAS[package]}]'"
+
+
+def missing_package(package: str) -> str | None:
+    """A line for an optional package that is not installed, with the remedy; None if it is."""
+    if is_installed(package):
+        return None
+    return f"needs {package}, which is not installed: {install_command(package)}"
+
+
 def missing_extras(config: RunConfig, found: Found | None = None) -> list[str]:
     """One line for each optional package that the config needs and that is not installed."""
     return [
         f"{setting} needs the package {package}, which is not installed; install it with "
-        f"`pip install 'megalite[{package}]'`, or remove the setting"
+        f"`{install_command(package)}`, or remove the setting"
         for setting, package in _wanted(config)
         if not (found or is_installed)(package)
     ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from megalite import __version__
 from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
@@ -163,13 +164,16 @@ def report(
     """Show a run's losses and where its time went; draw its loss curve as loss.png."""
     from pathlib import Path
 
+    from megalite.checks.packages import missing_package
     from megalite.record.report import draw_losses, read_run, summary, time_table
 
     folder = Path(run)
     record = read_run(folder)
     for line in [*summary(record), "", *time_table(record)]:
         typer.echo(line)
-    typer.echo(f"\nloss curve: {draw_losses(record, folder.name, folder / 'loss.png')}")
+    lacking = missing_package("matplotlib")
+    drawn = lacking or draw_losses(record, folder.name, folder / "loss.png")
+    typer.echo(f"\nloss curve: {drawn}")
 
 
 app.command()(generate)
@@ -182,9 +186,7 @@ app.command(cls=SettingsCommand)(plan)
 @app.command()
 def version() -> None:
     """Print megalite's version."""
-    from importlib.metadata import version as installed
-
-    typer.echo(f"megalite {installed('megalite')}")
+    typer.echo(f"megalite {__version__}")
 
 
 def main() -> None:

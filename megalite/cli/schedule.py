@@ -304,8 +304,12 @@ def _write(one: _Shown, files: Mapping[str, Path]) -> None:
     """Write a schedule's files, by kind, and print the path of each."""
     for kind, path in files.items():
         if kind == "png":
-            # Here, because matplotlib takes a second to import.
+            # Here, because matplotlib takes a second to import, and may not be there.
+            from megalite.checks.packages import missing_package
             from megalite.cli.schedule_png import draw_png
+
+            if lacking := missing_package("matplotlib"):
+                raise ScheduleError(f"--png {lacking}; or use --svg, which needs no package")
 
             draw_png(one.schedule, one.timeline, one.title, path)
         else:

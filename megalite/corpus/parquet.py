@@ -12,6 +12,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+from megalite.checks.packages import install_command
 from megalite.corpus.documents import Fault, missing_key
 from megalite.errors import DataError
 
@@ -78,6 +79,7 @@ def require_pyarrow(path: Path, remedy: str) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"{path}: needs pyarrow, which is not installed: pip install pyarrow, or {remedy}"
+            f"{path}: needs pyarrow, which is not installed: {install_command('pyarrow')}, or "
+            f"{remedy}"
         ) from error
     return pyarrow

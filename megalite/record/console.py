@@ -9,21 +9,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO, cast
-
-from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from megalite.process.secrets import Redaction
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.progress import Progress, TaskID
 
 
 class _Stdout:
@@ -67,12 +61,18 @@ class Console:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        stdout = cast(TextIO, _Stdout(self.record))
-        self._rich = RichConsole(file=stdout, highlight=False, soft_wrap=True)
         self._log: TextIO | None = None
         self._early: list[str] = []  # lines from before the log was opened
         self._bar: tuple[Progress, TaskID] | None = None
         self._hide = Redaction()
+
+    @cached_property
+    def _rich(self) -> RichConsole:
+        """rich, imported by the one rank of a run that prints."""
+        from rich.console import Console
+
+        stdout = cast(TextIO, _Stdout(self.record))
+        return Console(file=stdout, highlight=False, soft_wrap=True)
 
     def open_log(self, path: Path) -> None:
         """Append all lines to `path`: those printed until now, and from now on each at once."""
@@ -110,6 +110,15 @@ class Console:
         if self.quiet or not self._rich.is_terminal:
             yield
             return
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         columns = (
             TextColumn("training"),
             BarColumn(),

@@ -20,7 +20,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-from megalite.checks.packages import is_installed
+from megalite import __version__
+from megalite.checks.packages import install_command, is_installed
 from megalite.run.hardware import find_device
 
 Status = Literal["ok", "warning", "missing"]
@@ -32,12 +33,13 @@ _MIN_DISK_BYTES = 10 * _GIB
 _MIN_OPEN_FILES = 4096
 _NAME_LOOKUP_S = 1.0
 
-# package -> (its purpose, the command that installs it)
+# package -> its purpose
 _OPTIONAL = {
-    "triton": ("kernels on GPUs", "pip install 'megalite[triton]'"),
-    "pyarrow": ("parquet corpora", "pip install 'megalite[corpora]'"),
-    "tensorboard": ("log.tensorboard", "pip install 'megalite[tensorboard]'"),
-    "wandb": ("log.wandb", "pip install 'megalite[wandb]'"),
+    "triton": "kernels on GPUs",
+    "pyarrow": "parquet corpora",
+    "matplotlib": "loss.png and schedule --png",
+    "tensorboard": "log.tensorboard",
+    "wandb": "log.wandb",
 }
 
 
@@ -81,7 +83,7 @@ def _software() -> Iterator[Finding]:
         f"{platform.python_version()} ({sys.executable})",
         f"needs {_as_text(_MIN_PYTHON)} or newer",
     )
-    yield Finding("megalite", "ok", _version("megalite") or "not installed as a package")
+    yield Finding("megalite", "ok", __version__)
 
     # Only missing packages are listed, and torch, whose version matters.
     for package in _required_packages():
@@ -280,13 +282,13 @@ def _room(out: Path) -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for package, (purpose, remedy) in _OPTIONAL.items():
+    for package, purpose in _OPTIONAL.items():
         found = _version(package) if is_installed(package) else None
         yield Finding(
             package,
             "ok" if found else "warning",
             found or f"not installed (for {purpose})",
-            remedy,
+            install_command(package),
         )
 
 

@@ -10,11 +10,11 @@ import resource
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from megalite import __version__
 from megalite.config import RunConfig
 from megalite.run.hardware import find_device, load_device_hardware, number_format
 from megalite.run.model_math import mfu, training_flops
@@ -90,7 +90,7 @@ def step_rates(
 def versions() -> dict[str, str]:
     """The versions of the software that a run's results depend on."""
     return {
-        "megalite": version("megalite"),
+        "megalite": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

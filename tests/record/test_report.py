@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console as RichConsole
 from typer.testing import CliRunner, Result
 
+from megalite.checks import packages
 from megalite.cli.main import app
 from megalite.config.load import load_config
 from megalite.errors import DataError
@@ -60,6 +61,23 @@ def test_report_shows_losses_and_time_and_draws_a_picture(run: Path) -> None:
     picture = (run / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) > 5000
+
+
+def test_report_without_matplotlib_prints_all_but_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda package: False)
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("run", config={"model": {"vocab_size": 97}}, parameters=1000)
+    file.write("step", step=1, loss=1.0, consumed_tokens=1)
+    file.close()
+    result = invoke("report", tmp_path)
+    assert result.exit_code == 0
+    assert "training loss" in result.output
+    assert result.output.splitlines()[-1] == (
+        "loss curve: needs matplotlib, which is not installed: pip install 'megalite[plots]'"
+    )
+    assert not (tmp_path / "loss.png").exists()
 
 
 def test_report_of_something_else_is_refused_in_a_line(tmp_path: Path) -> None:

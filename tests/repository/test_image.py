@@ -32,10 +32,13 @@ def test_nothing_installs_torch_or_apex() -> None:
         assert not re.search(r"\b(torch|triton|apex|nvidia)", line)
     assert "--constraint /tmp/pins.txt --requirement /tmp/needed.txt" in installs[0]
     assert "--no-deps ." in installs[1]
-    needed = requirements("needed", "--extra", "corpora,tensorboard,wandb")
+    extras = re.findall(r"needed --extra (\S+)", "\n".join(CODE))
+    needed = requirements("needed", "--extra", *extras)
     assert not [line for line in needed if re.match(r"(torch|triton|apex|nvidia)\b", line)]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(project["dependencies"]) - set(needed) == {"torch>=2.11"}
+    others = set(project["optional-dependencies"]) - {"dev", "triton"}
+    assert others == set(extras[0].split(","))
 
 
 def test_what_the_base_has_of_torch_is_pinned_to_itself() -> None:

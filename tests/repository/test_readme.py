@@ -66,7 +66,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in Path(sys.prefix).iterdir():
         if not entry.name.startswith(".installed"):
             (environment / entry.name).symlink_to(entry)
-    for stamp in (".installed", ".installed[dev]"):
+    for stamp in (".installed[plots]", ".installed[dev]"):
         (environment / stamp).touch()
     return folder
 

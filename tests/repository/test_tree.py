@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import sysconfig
@@ -193,5 +194,20 @@ def test_helpers_of_tests_are_one_kit_a_package() -> None:
 
 
 def test_version_is_stated_once() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["version"] in (ROOT / "megalite" / "__init__.py").read_text(encoding="utf-8")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "megalite.__version__"}
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert not re.search("^version:", citation, re.MULTILINE)
+
+
+def test_a_rank_imports_nothing_for_people(tmp_path: Path) -> None:
+    """Packages that draw, colour or read options would cost each of many ranks its start-up."""
+    code = """
+import sys
+import megalite.train.rank
+from megalite.record.console import Console
+Console(quiet=True).print("line")
+names = ("matplotlib", "rich", "typer", "wandb", "tensorboard", "pyarrow", "transformers")
+print([name for name in names if name in sys.modules])
+"""
+    assert run_python(code, tmp_path) == "[]\n"
