@@ -11,31 +11,26 @@ mkdir -p "${MEGALITE_WORK:-$root}"
 cd "${MEGALITE_WORK:-$root}"
 export PATH="$venv/bin:$PATH"
 
-data=data/quickstart/builtin
 run=runs/quickstart
-if [ ! -f "$data.idx" ]; then
-    echo
-    echo "1. Tokens: train a tokenizer on Python's standard library and encode it."
-    megalite data prepare builtin --out "$data" --vocab-size 512 --max-bytes 8000000
-fi
 echo
-echo "2. Training: configs/quickstart.toml on 8 processes (GPUs are used if there are 8)."
-OMP_NUM_THREADS=1 megalite train "$root/configs/quickstart.toml" --local "$@"
+echo "1. Tokens of Python's standard library, then training: configs/quickstart.toml on 8 processes"
+echo "   (GPUs are used if there are 8)."
+OMP_NUM_THREADS=1 megalite train quickstart --local "$@"
 echo
-echo "3. A sample, drawn among the 50 likeliest tokens at temperature 0.8:"
+echo "2. A sample, drawn among the 50 likeliest tokens at temperature 0.8:"
 echo
 megalite generate "$run" --prompt "def read_" --tokens 96
 echo
-echo "4. What happened:"
+echo "3. What happened:"
 megalite report "$run"
 cat <<'TEXT'
 
 What to try next
-  megalite train configs/quickstart.toml --local --name longer train.steps=900
-  megalite train configs/quickstart.toml --local --name serial parallel.tp=1 parallel.pp=1 \
+  megalite train quickstart --local --name longer train.steps=900
+  megalite train quickstart --local --name serial parallel.tp=1 parallel.pp=1 \
       parallel.vpp=1 parallel.dp=1 parallel.sequence_parallel=false pipeline.schedule=1f1b
       (one process, the same loss to five digits)
-  megalite train configs/quickstart.toml --print-config
+  megalite train quickstart --print-config
   bash launch/test.sh
 The megalite command is in .venv/bin; `source .venv/bin/activate` puts it on your path.
 TEXT

@@ -7,12 +7,14 @@ stderr, a "note:" line for each of their notes, exit code 2, no traceback.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from megalite import __version__
+from megalite.cli.configs import configs
 from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
@@ -119,7 +121,7 @@ def _train(
 ) -> None:
     from megalite.checks import open_run
     from megalite.checks.packages import missing_extras
-    from megalite.config.inputs import missing_inputs
+    from megalite.config.inputs import missing_inputs, prepare_words
     from megalite.config.names import toml_value
     from megalite.config.resume import accepted
     from megalite.config.text import format_config
@@ -142,8 +144,14 @@ def _train(
         flag.place(launch)
     alone = launch.source == "single" and not local
     world_size = None if local or alone else launch.world_size
-    inputs = (missing_extras, missing_inputs, _start_problems)
+    missing = partial(missing_inputs, prepared=local and launch.source == "single")
+    inputs = (missing_extras, missing, _start_problems)
     run = open_run(config, settings, world_size, keep_dp_open=alone, more=inputs)
+    if words := prepare_words(run.config):
+        from megalite.cli.data.missing import run_prepare
+
+        run_prepare(words)
+        run = open_run(config, settings, more=(missing_inputs, _start_problems))
 
     from megalite.train.launch import train_command
 
@@ -176,6 +184,7 @@ def report(
     typer.echo(f"\nloss curve: {drawn}")
 
 
+app.command()(configs)
 app.command()(generate)
 app.command()(info)
 app.command()(doctor)

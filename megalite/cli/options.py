@@ -26,7 +26,10 @@ def file(text: str) -> Path:
     return Path(path(text))
 
 
-ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file.")]
+ConfigFile = Annotated[
+    str,
+    typer.Argument(metavar="CONFIG", help="A TOML file, or a name that `megalite configs` lists."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),

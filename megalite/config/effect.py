@@ -149,6 +149,12 @@ EFFECTS: tuple[Effect, ...] = (
         "eval.interval=0 never evaluates; remove it or set eval.interval",
     ),
     Effect(
+        ("data.prepare",),
+        # A blend may stand in for the path of a base, which brings these words along.
+        lambda c: c.data.path is not None or bool(c.data.sources),
+        "it makes data.path, which is not set; remove it or set data.path",
+    ),
+    Effect(
         ("data.prefetch",),
         lambda c: c.data.workers > 0,
         "data.workers=0 reads nothing ahead; remove it or set data.workers=1",

@@ -5,6 +5,7 @@ Looks at settings, and in `missing_inputs` at which files exist; reads none of t
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ def data_problems(config: RunConfig) -> Iterator[str]:
             "(a single source needs no weight)"
         )
         return
+    if any(word.partition("=")[0] == "--out" for word in data.prepare):
+        yield "data.prepare names --out, which is data.path; take it out"
     found = sources(data)
     yield from _repeated("data.sources", [source.name for source in found])
     yield from _weights(found)
@@ -82,26 +85,43 @@ def dataset_paths(config: RunConfig) -> list[tuple[str, str]]:
     return [*blend, *((f"eval.sets[{n}].path", s.path) for n, s in enumerate(config.eval.sets))]
 
 
-def missing_inputs(config: RunConfig) -> list[str]:
+def prepare_words(config: RunConfig) -> list[str]:
+    """Words of `megalite data prepare` that make data.path; [] if it is there or none are set."""
+    data = config.data
+    if data.path is None or not data.prepare or not _missing_files(data.path):
+        return []
+    return [*data.prepare, "--out", data.path]
+
+
+def missing_inputs(config: RunConfig, *, prepared: bool = False) -> list[str]:
     """One line for each input that the config names and that does not exist.
 
-    Relative paths are seen from the working folder.
+    Relative paths are seen from the working folder. `prepared`: what `prepare_words` will make is
+    not missing, nor a tokenizer, which may come with it.
     """
+    words = prepare_words(config)
     problems = []
     for setting, prefix in dataset_paths(config):
-        files = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
-        if missing := [name for name in files if not Path(name).is_file()]:
+        own = setting == "data.path" and bool(words)
+        if (missing := _missing_files(prefix)) and not (own and prepared):
+            made = shlex.join(words) if own else f"SOURCE --out {prefix}"
             problems.append(
                 f"{setting}={prefix}: no file {' nor '.join(missing)} below {Path.cwd()}; correct "
-                f"the prefix, or make it with `megalite data prepare SOURCE --out {prefix}`"
+                f"the prefix, or make it with `megalite data prepare {made}`"
             )
     tokenizer = config.data.tokenizer
-    if tokenizer is not None and not Path(tokenizer).is_file():
+    if tokenizer is not None and not Path(tokenizer).is_file() and not (words and prepared):
         problems.append(
             f"data.tokenizer={tokenizer}: no such file; "
             f"correct the path, or make it with `megalite data prepare SOURCE --vocab-size N`"
         )
     return problems
+
+
+def _missing_files(prefix: str) -> list[str]:
+    """Files of a dataset that are not there."""
+    files = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
+    return [name for name in files if not Path(name).is_file()]
 
 
 def _weights(found: list[Source]) -> Iterator[str]:

@@ -16,7 +16,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from decimal import Decimal
-from os.path import expanduser, normpath
+from os.path import lexists, normpath
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from megalite.config.names import (
     value_of,
 )
 from megalite.config.schema import RunConfig
+from megalite.config.shipped import find_config, near_names
 from megalite.errors import ConfigError
 
 UNSET = ("none", "null")
@@ -110,12 +111,12 @@ class _Draft:
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedConfig:
-    """Read a TOML config, its base and the overrides.
+    """Read a TOML config, its base and the overrides; `path` may name a shipped config.
 
     Raises ConfigError: for a file that cannot be read, or InvalidSettings with every problem.
     """
     draft = _Draft({}, {}, [], set())
-    for origin, tree in _sources(Path(expanduser(path))):
+    for origin, tree in _sources(path):
         _add_file(draft, origin, tree)
     _add_overrides(draft, overrides)
     return _finish(draft)
@@ -146,17 +147,16 @@ def _number(text: str) -> int | float:
     return float(number)
 
 
-def _sources(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _sources(named: str | Path) -> list[tuple[str, dict[str, Any]]]:
     """(origin, parsed tree) of the base, if any, and of the file."""
-    tree = read_toml(path)
+    path, tree = _read_config(named, Path())
     base = tree.pop("base", None)
     if base is None:
         return [(str(path), tree)]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base={toml_value(base)} needs to be a file name in quotes")
-    base_path = path.parent / expanduser(base)
     try:
-        base_tree = read_toml(base_path)
+        base_path, base_tree = _read_config(base, path.parent)
     except ConfigError as error:
         raise ConfigError(f"{error} (the base that {path} names)") from None
     if "base" in base_tree:
@@ -166,6 +166,20 @@ def _sources(path: Path) -> list[tuple[str, dict[str, Any]]]:
             f"so copy those keys or point to that file"
         )
     return [(f"base {normpath(base_path)}", base_tree), (str(path), tree)]
+
+
+def _read_config(named: str | Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The path of a config and its parsed tree; `named` is seen from `folder` (`find_config`)."""
+    path = find_config(named, folder)
+    try:
+        return path, read_toml(path)
+    except ConfigError as error:
+        if lexists(path):
+            raise
+        near = near_names(named)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        lists = "`megalite configs` lists those that come with megalite"
+        raise ConfigError(f"{error}; {meant}{lists}") from None
 
 
 def _add_file(draft: _Draft, origin: str, tree: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ _FREE_KEYS = (
     "train.loss_spike_threshold",
     "train.loss_spike_window",
     "data.path",
+    "data.prepare",
     "data.tokenizer",
     "data.workers",
     "data.prefetch",

@@ -351,6 +351,9 @@ class DataConfig(Section):
 
     # PREFIX of the dataset's files PREFIX.bin and PREFIX.idx; none: sources are given
     path: Prefix | None = None
+    # words of `megalite data prepare` (SOURCE, options) that make path if it is missing, which
+    # --local does before the run; []: it is made by hand
+    prepare: list[str] = []
     sources: list[SourceConfig] = []  # a blend of datasets, instead of path
     tokenizer: PathText | None = None  # sentencepiece model, for generated text; none: no text
     seq_length: int = Field(ge=1, le=2**31 - 1)  # tokens of a sample

@@ -187,8 +187,8 @@ def _gpu(index: int) -> Finding:
         "ok" if peak else "warning",
         f"{properties.name}, {properties.total_memory / _GIB:.1f} GiB, compute capability "
         f"{properties.major}.{properties.minor}, peak {f'{peak:g} TFLOP/s' if peak else 'n/a'}",
-        "no file of configs/hardware names it, so MFU is n/a; write one from its data sheet and "
-        "give it as log.hardware",
+        "no hardware file of megalite names it, so MFU is n/a; write one from its data sheet, as "
+        "`megalite configs hardware/h100` prints, and give it as log.hardware",
     )
 
 

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from megalite.config import Section
 from megalite.config.explain import explain
 from megalite.config.load import read_toml
+from megalite.config.shipped import shipped_configs
 from megalite.errors import ConfigError
 
 PeakFormat = Literal["float16", "bfloat16", "tf32", "float32", "float64"]
@@ -47,7 +48,8 @@ def load_hardware(path: str | Path) -> Hardware:
 @cache
 def presets() -> dict[str, Hardware]:
     """File name without .toml -> Hardware, for every preset that comes with megalite."""
-    return {path.stem: load_hardware(path) for path in sorted(_preset_folder().glob("*.toml"))}
+    found = [one.path for one in shipped_configs().values() if one.kind == "hardware"]
+    return {path.stem: load_hardware(path) for path in found}
 
 
 def find_device(device_name: str) -> Hardware | None:
@@ -57,18 +59,19 @@ def find_device(device_name: str) -> Hardware | None:
 
 
 def named_hardware(name: str) -> Hardware:
-    """A preset by its file's name, such as h100, or a user's hardware file by its path.
+    """A preset by its file's name (h100 or hardware/h100), or a user's hardware file by its path.
 
     Raises ConfigError for a name that is neither, and as `load_hardware`.
     """
     known = presets()
-    if name.lower() in known:
-        return known[name.lower()]
+    short = name.lower().removeprefix("hardware/")
+    if short in known:
+        return known[short]
     if name.endswith(".toml"):
         return load_hardware(name)
     raise ConfigError(
         f"hardware {name!r} is not known; use one of {', '.join(known)}, or a TOML file like "
-        "those in configs/hardware"
+        "`megalite configs hardware/h100` prints"
     )
 
 
@@ -86,13 +89,3 @@ def load_device_hardware(path: str | Path, device_name: str) -> Hardware:
 def number_format(dtype: PeakFormat, tf32: bool) -> PeakFormat:
     """The format that matrix products of a dtype run in: "tf32" for float32 where it is allowed."""
     return "tf32" if tf32 and dtype == "float32" else dtype
-
-
-def _preset_folder() -> Path:
-    """configs/hardware of the source tree, or its copy in an installed package."""
-    package = Path(__file__).resolve().parents[1]
-    folders = [package.parent / "configs" / "hardware", package / "hardware_presets"]
-    for folder in folders:
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"no hardware presets: neither {folders[0]} nor {folders[1]} is a folder")

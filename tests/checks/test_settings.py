@@ -260,6 +260,9 @@ def test_the_plain_config_is_valid() -> None:
         ({"eval__sets": [{"name": "a", "path": "b"}]}, None,
          'eval.sets=[{name = "a", path = "b"}] has no effect: eval.interval=0 never evaluates; '
          "remove it or set eval.interval"),
+        ({"data__prepare": ["builtin"]}, None,
+         'data.prepare=["builtin"] has no effect: it makes data.path, which is not set; remove it '
+         "or set data.path"),
         ({"data__workers": 0, "data__prefetch": 4}, None,
          "data.prefetch=4 has no effect: data.workers=0 reads nothing ahead; remove it or set "
          "data.workers=1"),

@@ -91,10 +91,11 @@ def test_base_must_be_a_file_name(tmp_path: Path, base: str) -> None:
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     gone = tmp_path / "gone.toml"
-    assert problems(gone) == [f"cannot read config {gone}: No such file or directory"]
+    hint = "; `megalite configs` lists those that come with megalite"
+    assert problems(gone) == [f"cannot read config {gone}: No such file or directory{hint}"]
     run = write(tmp_path, 'base = "gone.toml"\n' + MINIMAL)
     assert problems(run) == [
-        f"cannot read config {gone}: No such file or directory (the base that {run} names)"
+        f"cannot read config {gone}: No such file or directory{hint} (the base that {run} names)"
     ]
     assert problems(tmp_path) == [f"cannot read config {tmp_path}: Is a directory"]
 

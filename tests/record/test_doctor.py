@@ -138,7 +138,7 @@ def test_devices_have_the_peak_of_their_file_or_none(monkeypatch: pytest.MonkeyP
     unknown = gpu(monkeypatch, "NVIDIA H20")["gpu 0"]
     assert unknown.status == "warning"
     assert "peak n/a" in unknown.found
-    assert "configs/hardware" in unknown.remedy
+    assert "megalite configs hardware/h100" in unknown.remedy
 
 
 def test_a_host_name_without_an_address_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_hugging_face_kernels_wins_where_it_is_installed() -> None:
     top = {str(name).split(".")[0] for name in calls[0]["packages"]}
     assert top == {"megalite"}
     folders = [*packages(ROOT / "megalite"), *packages(ROOT / "kernels")]
-    assert len(calls[0]["packages"]) == len(folders) + 1  # and hardware_presets
+    assert len(calls[0]["packages"]) == len(folders) + 1  # and configs
 
 
 def tracked_files() -> list[Path]:

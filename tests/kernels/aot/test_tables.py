@@ -128,7 +128,7 @@ def test_a_wheel_holds_the_kernels_with_their_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     installed = tmp_path / "installed"
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
-        assert "megalite/hardware_presets/h100.toml" in wheel.namelist()
+        assert "megalite/configs/hardware/h100.toml" in wheel.namelist()
         wheel.extractall(installed)
     path = installed / "megalite" / "kernels" / "triton" / "tables.py"
     spec = importlib.util.spec_from_file_location("installed_tables", path)
