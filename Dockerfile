@@ -17,7 +17,7 @@ LABEL org.opencontainers.image.title="megalite" org.opencontainers.image.revisio
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PYTHONDONTWRITEBYTECODE=1
 
 WORKDIR /opt/megalite
-COPY pyproject.toml setup.py README.md ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY launch/requirements.py launch/requirements.py
 # What the base has is pinned to itself, so that nothing that comes can replace it.
 RUN python3 launch/requirements.py pins > /tmp/pins.txt && \

@@ -13,9 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests import ROOT
+from tests import ROOT, tracked_files
 
 PURE = ("checks", "config", "errors", "layout", "planner", "run", "schedules")
 
@@ -112,16 +110,8 @@ def test_hugging_face_kernels_wins_where_it_is_installed() -> None:
     top = {str(name).split(".")[0] for name in calls[0]["packages"]}
     assert top == {"megalite"}
     folders = [*packages(ROOT / "megalite"), *packages(ROOT / "kernels")]
-    assert len(calls[0]["packages"]) == len(folders) + 1  # and configs
-
-
-def tracked_files() -> list[Path]:
-    done = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.fail(f"the tests run in a git checkout: {done.stderr}")
-    return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+    data = {path.parent for path in (ROOT / "configs").rglob("*.toml")}
+    assert len(calls[0]["packages"]) == len(folders) + len(data) + 1  # and kernels/configs
 
 
 def test_no_large_files_and_no_leftovers() -> None:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -109,34 +104,6 @@ def test_the_hash_is_of_the_content_not_of_its_spelling() -> None:
     backwards = dict(reversed(table.items()))
     text = json.dumps(backwards, sort_keys=True, separators=(",", ":"))
     assert tables.table_hash() == hashlib.sha256(text.encode()).hexdigest()
-
-
-@pytest.mark.long
-def test_a_wheel_holds_the_kernels_with_their_table(tmp_path: Path) -> None:
-    """Built from a tree as an archive without links leaves it: megalite/kernels is a text file."""
-    source = tmp_path / "source"
-    for folder in ("kernels", "configs", "megalite"):
-        ignored = shutil.ignore_patterns("__pycache__", ".mypy_cache")
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source / name)
-    (source / "megalite" / "kernels").unlink()
-    (source / "megalite" / "kernels").write_text("../kernels")
-    code = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
-        assert "megalite/configs/hardware/h100.toml" in wheel.namelist()
-        wheel.extractall(installed)
-    path = installed / "megalite" / "kernels" / "triton" / "tables.py"
-    spec = importlib.util.spec_from_file_location("installed_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.table_hash() == tables.table_hash()
 
 
 def removed(table: Any) -> str:
