@@ -1,8 +1,8 @@
 """Speed of training configs: tokens/s, TFLOP/s and MFU a GPU, memory, where a step's time goes.
 
     python benchmarks/mfu.py CONFIG... --local           starts the processes here
-    torchrun ... benchmarks/mfu.py CONFIG...             one process a GPU, on any number of nodes
-    srun ... python benchmarks/mfu.py CONFIG...          the same
+    torchrun ... benchmarks/mfu.py CONFIG... --work W    one process a GPU, on any number of nodes
+    srun ... python benchmarks/mfu.py CONFIG... --work W the same
 
 One JSON line a config and at last a markdown table, both on standard output of the first process;
 progress goes to standard error. The first steps are dropped, nothing is evaluated or saved, and the
@@ -57,6 +57,13 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if options.local and launch.source != "single":
         print(f"error: --local, but {launch.source} has started this process", file=sys.stderr)
+        return 2
+    if launch.source != "single" and options.work is None:
+        print(
+            f"error: {launch.source} has started this process, so give --work a folder that all "
+            "of them share, for random tokens and records",
+            file=sys.stderr,
+        )
         return 2
     rows = []
     with tempfile.TemporaryDirectory(prefix="mfu-") as folder:

@@ -114,3 +114,18 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     assert code == 0
     assert len(rows) == 1
     check(rows[0], 2)
+
+
+def test_ranks_of_a_launcher_need_a_folder_that_they_share(tmp_path: Path) -> None:
+    """Each would make random tokens in a temporary folder of its own."""
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    launcher |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "mfu.py", config(tmp_path, "two", "tp2")],
+        env={**os.environ, **launcher},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "give --work a folder that all of them share" in done.stderr

@@ -1,26 +1,15 @@
-"""docs/kernels.md: its programs run, and it says something about every choice and function."""
+"""docs/kernels.md says something about every choice and every function."""
 
 from __future__ import annotations
 
 import re
 import typing
 
-import pytest
-
 from megalite.config import KernelsConfig, OptimizerConfig
 from megalite.kernels import functional
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.long
-def test_its_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, typing.Any] = {}
-    for program in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
-        exec(compile(program, "docs/kernels.md", "exec"), names)
-    assert capsys.readouterr().out in ("reference\n", "triton\n")
-    assert all(parameter.grad is not None for parameter in (names["first"], names["back"]))
 
 
 def test_it_has_every_choice_and_every_function() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -48,21 +44,3 @@ def test_a_file_is_read_after_what_it_imports() -> None:
             if place.get(needed, -1) > number:
                 early.append(f"{path} needs {needed}")
     assert not early, early
-
-
-@pytest.mark.long
-def test_the_commands_of_the_exercises_run(tmp_path: Path) -> None:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    commands = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL))
-    assert commands.count("megalite train") == 2
-    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    saved = sorted(path.name for path in (tmp_path / "runs/exercise/checkpoints").glob("step-*"))
-    assert saved == ["step-00000004", "step-00000008"]

@@ -1,4 +1,7 @@
-"""Every command in the README runs. Long ones run shortened, by further settings at their end."""
+"""Every command, program and TOML file on the pages of README.md and docs/ works.
+
+The commands are in `kit/commands.py`, which says how each is run.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +10,35 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megalite.checks import open_run
+from megalite.config.load import load_config
+from megalite.config.text import to_toml
 from tests import ROOT
+from tests.repository.kit.commands import CHECKED, COMMANDS, PAGES, blocks, commands, fences
 
 pytestmark = pytest.mark.long
 
-SHORT = "train.steps=2 optimizer.warmup_steps=1 eval.interval=1 eval.batches=1"
-TINY_LAYOUT = (
-    "configs/quickstart.toml --name launched parallel.pp=1 parallel.vpp=1 parallel.dp=1 "
-    f"pipeline.schedule=1f1b {SHORT}"
-)
 
-# command of the README -> (what is put in place of what, what is added at its end), in order
-COMMANDS: dict[str, tuple[dict[str, str], str]] = {
-    "bash launch/quickstart.sh": ({"launch": f"{ROOT}/launch"}, SHORT),
-    "bash launch/test.sh": (
-        {"launch": f"{ROOT}/launch"},
-        "--collect-only -q tests/repository/test_readme.py",
-    ),
-    "megalite train configs/quickstart.toml --print-config": ({}, ""),
-    "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000": (
-        {"8000000": "400000"},
-        "",
-    ),
-    "megalite data inspect data/stdlib": ({}, ""),
-    "megalite train configs/quickstart.toml --local": ({}, SHORT),
-    "megalite train configs/quickstart.toml --local --name wide parallel.tp=4 parallel.dp=1 "
-    "model.num_kv_heads=4": ({}, SHORT),
-    "megalite report runs/quickstart": ({}, ""),
-    'megalite generate runs/quickstart --prompt "def read_" --tokens 64': ({}, ""),
-    "megalite info runs/quickstart": ({}, ""),
-    "megalite doctor": ({}, ""),
-    "megalite schedule zb-v --stages 4 --microbatches 8": ({}, ""),
-    "megalite plan configs/runs/llama-8b-64gpu.toml --gpus 64 --hardware h100": ({}, ""),
-    "python -m tests.parity": ({}, "--first 2"),
-    "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 "
-    "--no-python megalite train configs/runs/llama-8b-64gpu.toml": (
-        {
-            "--nnodes=8 --nproc-per-node=8": "--nnodes=1 --nproc-per-node=2",
-            "$HEAD_NODE:29500": "localhost:0",
-            "configs/runs/llama-8b-64gpu.toml": TINY_LAYOUT,
-        },
-        "",
-    ),
-}
+def pages_with(language: str) -> list[Any]:
+    return [
+        pytest.param(page, id=page.relative_to(ROOT).as_posix())
+        for page in PAGES
+        if blocks(page, language)
+    ]
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the repository's files to name, and this environment in place of .venv."""
     folder = tmp_path_factory.mktemp("readme")
-    for name in ("configs", "launch", "tests"):
+    for name in ("benchmarks", "configs", "launch", "tests"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / "docs" / "schedules").mkdir(parents=True)
     environment = folder / "venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
@@ -71,17 +49,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def commands_in_readme() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-    lines = [
-        line.split("   #")[0].split("  #")[0].strip() for b in blocks for line in b.split("\n")
-    ]
-    return [line for line in lines if line]
-
-
-def test_this_file_knows_every_command_of_the_readme() -> None:
-    assert commands_in_readme() == list(COMMANDS)
+def test_every_command_of_the_pages_is_tested() -> None:
+    shown = {command for page in PAGES for command in commands(page)}
+    tested = {*COMMANDS, *CHECKED}
+    assert shown <= tested, f"add to kit/commands.py: {sorted(shown - tested)}"
+    assert tested <= shown, f"on no page: {sorted(tested - shown)}"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -115,3 +87,49 @@ def test_quickstart_leaves_what_it_promises(work: Path) -> None:
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "metrics.jsonl").is_file()
     assert list((run / "checkpoints").glob("step-*/manifest.json"))
+
+
+def test_the_quickstart_resumed_at_another_layout_leaves_both_checkpoints(work: Path) -> None:
+    saved = sorted(path.name for path in (work / "runs/exercise/checkpoints").glob("step-*"))
+    assert saved == ["step-00000004", "step-00000008"]
+
+
+@pytest.mark.parametrize("command", CHECKED)
+def test_what_cannot_run_is_shell_and_names_what_exists(command: str) -> None:
+    subprocess.run(["bash", "-n", "-c", command], check=True)
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for name in re.findall(r"--build-arg (\w+)=", command):
+        assert f"ARG {name}=" in image, name
+    assert not re.search(r"\b(megalite|torchrun|python3?) [a-z-]", command), "run it instead"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_block_names_its_language(page: Path) -> None:
+    """So that nothing is shown as output which is a command."""
+    for language, text in fences(page):
+        assert language in ("", "bash", "python", "text", "toml"), f"{language}: {text}"
+        if language in ("", "text"):
+            first = [line.strip().split(" ")[0] for line in text.splitlines()]
+            assert not {"megalite", "python", "torchrun", "srun", "pip"} & set(first), text
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_its_programs_run(page: Path) -> None:
+    """In order, with the names of those before; a weight that they make gets a gradient."""
+    names: dict[str, Any] = {}
+    for program in blocks(page, "python"):
+        exec(compile(program, str(page), "exec"), names)
+    weights = [value for value in names.values() if isinstance(value, torch.nn.Parameter)]
+    assert all(weight.grad is not None for weight in weights)
+
+
+@pytest.mark.parametrize("page", pages_with("toml"))
+def test_its_settings_load(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block alone, or over the settings of the quickstart."""
+    monkeypatch.chdir(ROOT)
+    base, path = tmp_path / "base.toml", tmp_path / "block.toml"
+    base.write_text(to_toml(open_run("configs/quickstart.toml").config))
+    for block in blocks(page, "toml"):
+        above = "" if "base = " in block else f'base = "{base}"\n'
+        path.write_text(above + block.replace('"configs/', f'"{ROOT}/configs/'))
+        assert str(path) in load_config(path).origins.values(), block

@@ -11,7 +11,7 @@ from megalite.checks import open_run
 from megalite.config import RunConfig, Section
 from megalite.config.text import to_toml
 from tests import ROOT
-from tests.repository.kit import docs_of, is_list, reference, section_of, sections
+from tests.repository.kit.settings import docs_of, is_list, reference, section_of, sections
 
 DOCS = ROOT / "docs"
 

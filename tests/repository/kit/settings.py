@@ -1,6 +1,7 @@
-"""`python -m tests.repository.kit > docs/settings.md`: every setting, from config/schema.py itself.
+"""docs/settings.md: every setting, from config/schema.py itself.
 
-A setting's text is the comment beside it, or else the one above it.
+A setting's text is the comment beside it, or else the one above it. A section's example is the end
+of its docstring.
 """
 
 from __future__ import annotations
@@ -43,10 +44,6 @@ megalite train configs/quickstart.toml --print-config
 * A setting of another framework (`--tensor-model-parallel-size`, `training.local_batch_size`) is
   answered with the one to write here.
 """
-
-
-def main() -> None:
-    print(reference(), end="")
 
 
 def reference() -> str:
@@ -169,7 +166,3 @@ def comments_of(section: type[Section]) -> dict[str, str]:
         depth += text.count("(") + text.count("[") - text.count(")") - text.count("]")
         above = []
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,147 @@
+"""The commands, programs and TOML of README.md and docs/, and how a test runs each command.
+
+A command runs in a folder that has the repository's files, in the order of `COMMANDS`, so that one
+may use what those before it made. Long ones run shortened; what no test machine has (a cluster,
+docker) is replaced by an equivalent, or only looked at (`CHECKED`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+SHORT = "train.steps=2 optimizer.warmup_steps=1 eval.interval=1 eval.batches=1"
+_SERIAL_PIPELINE = "parallel.pp=1 parallel.vpp=1 parallel.dp=1 pipeline.schedule=1f1b"
+_TWO_RANKS = "parallel.tp=1 parallel.dp=1 parallel.sequence_parallel=false"
+_PICTURE = "--stages 4 --microbatches 8 --comm 0.05 --svg docs/schedules"
+
+# command -> (what is put in place of what, what is added at its end), in order
+COMMANDS: dict[str, tuple[dict[str, str], str]] = {
+    "bash launch/quickstart.sh": ({"launch": f"{ROOT}/launch"}, SHORT),
+    "bash launch/test.sh": (
+        {"launch": f"{ROOT}/launch"},
+        "--collect-only -q tests/repository/test_readme.py",
+    ),
+    "megalite train configs/quickstart.toml --print-config": ({}, ""),
+    "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000": (
+        {"8000000": "400000"},
+        "",
+    ),
+    "megalite data inspect data/stdlib": ({}, ""),
+    "megalite train configs/quickstart.toml --local": ({}, SHORT),
+    "megalite train configs/quickstart.toml --local --name wide parallel.tp=4 parallel.dp=1 "
+    "model.num_kv_heads=4": ({}, SHORT),
+    "megalite report runs/quickstart": ({}, ""),
+    'megalite generate runs/quickstart --prompt "def read_" --tokens 64': ({}, ""),
+    "megalite info runs/quickstart": ({}, ""),
+    "megalite doctor": ({}, ""),
+    "megalite schedule zb-v --stages 4 --microbatches 8": ({}, ""),
+    "megalite plan configs/runs/llama-8b-64gpu.toml --gpus 64 --hardware h100": ({}, ""),
+    "python -m tests.parity": ({}, "--first 2"),
+    "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 "
+    "--no-python megalite train configs/runs/llama-8b-64gpu.toml": (
+        {
+            "--nnodes=8 --nproc-per-node=8": "--nnodes=1 --nproc-per-node=2",
+            "$HEAD_NODE:29500": "localhost:0",
+            "runs/llama-8b-64gpu.toml": f"quickstart.toml --name launched {_SERIAL_PIPELINE}",
+        },
+        SHORT,
+    ),
+    # docs/cluster.md
+    "sbatch --nodes=8 --gpus-per-node=8 --cpus-per-task=96 --time=24:00:00 launch/pretrain.sbatch "
+    "configs/runs/llama-8b-64gpu.toml": (
+        {
+            "sbatch --nodes=8 --gpus-per-node=8 --cpus-per-task=96 --time=24:00:00 ": "bash -n ",
+            ".sbatch ": ".sbatch && megalite train ",
+        },
+        "--print-config",
+    ),
+    "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 "
+    "benchmarks/mfu.py configs/runs/llama-8b-64gpu.toml --work mfu --output rows.jsonl": (
+        {
+            "--nnodes=8 --nproc-per-node=8": "--nnodes=1 --nproc-per-node=2",
+            "$HEAD_NODE:29500": "localhost:0",
+            "runs/llama-8b-64gpu.toml": "quickstart.toml --warmup 1 --steps 1"
+            + "".join(f" --set {setting}" for setting in _SERIAL_PIPELINE.split()),
+        },
+        "",
+    ),
+    "python benchmarks/mfu.py configs/quickstart.toml --local --set parallel.dp=1 --warmup 1 "
+    "--steps 3": (
+        {"--steps 3": "--steps 1"},
+        "--set parallel.tp=1 --set parallel.sequence_parallel=false",
+    ),
+    # docs/kernels.md
+    "TRITON_INTERPRET=1 megalite train configs/quickstart.toml --local kernels.backend=interpret": (
+        {"--local": ""},
+        "--print-config",
+    ),
+    "python -m benchmarks.gpu_gate": ({}, "--dry --parts launches --output gate.jsonl"),
+    "python -m benchmarks.kernels": (
+        {},
+        "--rounds 1 --sizes tiny --dtypes float32 --output kernels.jsonl",
+    ),
+    # docs/reading.md
+    "megalite schedule gpipe --stages 4 --microbatches 8": ({}, ""),
+    "megalite schedule gpipe 1f1b --compare --stages 4 --microbatches 8": ({}, ""),
+    "megalite data prepare builtin --out data/quickstart/builtin --vocab-size 512 --max-bytes "
+    "400000": ({}, "--overwrite"),
+    "megalite train configs/quickstart.toml --local --name exercise train.steps=4 "
+    "optimizer.warmup_steps=1": ({}, ""),
+    "megalite train configs/quickstart.toml --local --name exercise train.steps=8 "
+    "optimizer.warmup_steps=1 optimizer.decay_steps=4 parallel.tp=1 parallel.dp=4 "
+    "parallel.sequence_parallel=false": ({}, ""),
+    # docs/schedules.md
+    "megalite schedule": ({}, ""),
+    "megalite schedule --compare gpipe 1f1b zb-h1 interleaved interleaved-zb zb-v --microbatches "
+    "16 --comm 0.05": ({}, ""),
+    "megalite schedule --config configs/quickstart.toml interleaved zb-v --compare": ({}, ""),
+    "megalite train configs/quickstart.toml --local --name traced pipeline.trace_step=2": (
+        {},
+        f"{SHORT} {_TWO_RANKS}",
+    ),
+    "megalite schedule --from-run runs/traced": ({}, ""),
+    f"megalite schedule gpipe --stages 4 --chunks 1{_PICTURE[10:]}/gpipe.svg": ({}, ""),
+    f"megalite schedule 1f1b {_PICTURE}/1f1b.svg": ({}, ""),
+    f"megalite schedule zb-h1 {_PICTURE}/zb-h1.svg": ({}, ""),
+    f"megalite schedule interleaved {_PICTURE}/interleaved.svg": ({}, ""),
+    f"megalite schedule interleaved-zb {_PICTURE}/interleaved-zb.svg": ({}, ""),
+    f"megalite schedule zb-v {_PICTURE}/zb-v.svg": ({}, ""),
+}
+
+# Commands that need docker, buildah or debootstrap: they are read, and what they name is there.
+CHECKED = (
+    "docker build -t megalite .",
+    "debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates "
+    "bookworm base",
+    "c=$(buildah --storage-driver vfs from scratch)",
+    "buildah --storage-driver vfs add $c base / && buildah --storage-driver vfs commit $c "
+    "localhost/base:bookworm",
+    "buildah --storage-driver vfs build --isolation chroot --network host --build-arg "
+    "BASE_IMAGE=localhost/base:bookworm -t localhost/megalite .",
+)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language; "" for those that name none."""
+    return [text for found, text in fences(page) if found == language]
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block of a page."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The commands of a page, each on one line, without comments."""
+    for block in blocks(page, "bash"):
+        for line in re.sub(r"\\\n\s*", "", block).split("\n"):
+            command = line.split("  #")[0].strip()
+            if command and not command.startswith("#"):
+                yield command
