@@ -18,7 +18,6 @@ import typer
 from megalite.cli.options import file
 from megalite.errors import ScheduleError, cannot_write
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
-from megalite.schedules.action import BACKWARD
 from megalite.schedules.catalogue import FAMILY, SCHEDULES
 from megalite.schedules.check import check_schedule
 from megalite.schedules.csv_form import FILE, read_file, write_csv
@@ -26,10 +25,8 @@ from megalite.schedules.memory import peak_deferred
 from megalite.schedules.tune import AUTO, default_name, peak_activations, tune
 from megalite.schedules.view.draw_svg import draw_html, draw_svg
 from megalite.schedules.view.draw_text import Cell, draw_text, plain
-from megalite.schedules.view.trace import chrome_trace, read_trace
-
-# Terminal colours by kind of action (rich's names).
-_STYLES = {"F": "blue", "B": "green", "W": "yellow", BACKWARD: "cyan", "R": "bright_black"}
+from megalite.schedules.view.style import STYLES, Unit
+from megalite.schedules.view.trace import Measured, chrome_trace, read_trace
 
 _File = Annotated[Path | None, typer.Option(parser=file, help="Write it to this file.")]
 
@@ -112,22 +109,33 @@ def schedule(
 
 @dataclass(frozen=True)
 class _Shown:
-    """A schedule with its simulated time line, and its measured one where there is a record."""
+    """A schedule with its simulated time line, and with its measured one where there is a record.
+
+    unit: of the time axis of its pictures.
+    """
 
     name: str
     schedule: Schedule
     timeline: Timeline
-    measured: Timeline | None = None
+    unit: Unit
+    record: Measured | None = None
 
     @property
     def title(self) -> str:
         """The line above the picture."""
         s, line = self.schedule, self.timeline
+        sizes = f"{self.name}: {s.p} ranks x {s.v} chunks, {s.m} microbatches"
+        if self.record is not None:
+            return f"{sizes}; {_ratio(self.record, line)}"
         return (
-            f"{self.name}: {s.p} ranks x {s.v} chunks, {s.m} microbatches; step "
-            f"{line.makespan:.4g}, bubble {line.bubble_fraction:.1%}, at most "
+            f"{sizes}; step {line.makespan:.4g}, bubble {line.bubble_fraction:.1%}, at most "
             f"{peak_activations(s):g} activations a rank"
         )
+
+    @property
+    def measured(self) -> Timeline | None:
+        """The measured time line, in the unit of the simulated one."""
+        return None if self.record is None else self.record.timeline
 
     @property
     def num_messages(self) -> int:
@@ -177,7 +185,8 @@ def _build(
     if again:
         built = recompute(built)
     check_schedule(built)
-    return _Shown(name, built, simulate(built, durations))
+    unit = Unit(f"time ({times['f']:g} = a rank's forward of one microbatch)")
+    return _Shown(name, built, simulate(built, durations), unit)
 
 
 def _of_config(path: str, overrides: list[str], names: list[str], compare: bool) -> list[_Shown]:
@@ -189,13 +198,14 @@ def _of_config(path: str, overrides: list[str], names: list[str], compare: bool)
         typer.echo(line)
     every = compare and not names
     fit = [one.name for one in SCHEDULES.values() if one.chunks.allows(plan.config.parallel.vpp)]
+    unit = Unit("time (1 = the mean rank's work on one microbatch)")
 
     # Only a comparison of all schedules may leave one out; a name that the user gave must fit.
     shown, left_out = [], []
     for name in fit if every else names or [plan.name]:
         try:
             own, durations = plan.schedule(name)
-            shown.append(_Shown(name, own, simulate(own, durations)))
+            shown.append(_Shown(name, own, simulate(own, durations), unit))
         except ScheduleError as error:
             if not every:
                 raise
@@ -209,17 +219,23 @@ def _show_run(run: Path, unit: float | None, files: Mapping[str, Path]) -> None:
     """Show the recorded step of a run beside a simulation of it with the same durations."""
     record = read_trace(run)
     simulated = simulate(record.schedule, record.durations())
-    took, ideal = record.timeline.makespan, simulated.makespan
-    typer.echo(
-        f"{record.name}, step {record.step}: measured {took * 1e3:.1f} ms, simulated with the "
-        f"median durations of its actions {ideal * 1e3:.1f} ms, ratio {ideal / took:.3f}"
-    )
+    typer.echo(f"{record.name}, {_ratio(record, simulated)}")
     if not files:
-        column = unit if unit is not None else took / 100
+        column = unit if unit is not None else record.timeline.makespan / 100
         for title, line in (("simulated", simulated), ("measured", record.timeline)):
             typer.echo(f"{title} (a column is {column * 1e3:.3g} ms)")
             _print_picture(record.schedule, line, column)
-    _write(_Shown(record.name, record.schedule, simulated, record.timeline), files)
+    shown = _Shown(record.name, record.schedule, simulated, Unit("time (ms)", 1e3), record)
+    _write(shown, files)
+
+
+def _ratio(record: Measured, simulated: Timeline) -> str:
+    """The recorded step's time beside that of its simulation, in a clause."""
+    took, ideal = record.timeline.makespan, simulated.makespan
+    return (
+        f"step {record.step}: measured {took * 1e3:.1f} ms, simulated {ideal * 1e3:.1f} ms "
+        f"(median durations), ratio {ideal / took:.3f}"
+    )
 
 
 def _show(
@@ -295,7 +311,7 @@ def _print_picture(schedule: Schedule, timeline: Timeline, unit: float | None) -
 def _coloured(rank: int, row: list[Cell], digits: int) -> str:
     words = [f"{rank:>{digits}} "]
     for cell in row:
-        style = _STYLES[cell.action.kind] if cell.action else "dim"
+        style = STYLES[cell.action.kind].terminal if cell.action else "dim"
         words.append(f"[{style}]{cell.text}[/]")
     return "".join(words)
 
@@ -304,20 +320,27 @@ def _write(one: _Shown, files: Mapping[str, Path]) -> None:
     """Write a schedule's files, by kind, and print the path of each."""
     for kind, path in files.items():
         if kind == "png":
-            # Here, because matplotlib takes a second to import, and may not be there.
-            from megalite.checks.packages import missing_package
-            from megalite.cli.schedule_png import draw_png
-
-            if lacking := missing_package("matplotlib"):
-                raise ScheduleError(f"--png {lacking}; or use --svg, which needs no package")
-
-            draw_png(one.schedule, one.timeline, one.title, path)
+            _write_png(one, path)
         else:
             try:
                 path.write_text(_text_of(one, kind), encoding="utf-8")
             except OSError as error:
                 raise ScheduleError(cannot_write(path, error)) from None
         typer.echo(f"wrote {path}")
+
+
+def _write_png(one: _Shown, path: Path) -> None:
+    # Here, because matplotlib takes a second to import, and may not be there.
+    from megalite.checks.packages import missing_package
+    from megalite.cli.schedule_png import schedule_figure
+    from megalite.record.figure import save
+
+    if lacking := missing_package("matplotlib"):
+        raise ScheduleError(f"--png {lacking}; or use --svg, which needs no package")
+    figure = schedule_figure(
+        one.schedule, one.timeline, one.title, unit=one.unit, measured=one.measured
+    )
+    save(figure, path)
 
 
 def _text_of(one: _Shown, kind: str) -> str:
@@ -327,5 +350,5 @@ def _text_of(one: _Shown, kind: str) -> str:
     if kind == "trace":
         unit_us = 1000.0 if one.measured is None else 1e6  # a recorded step is in seconds
         return chrome_trace(one.schedule, one.timeline, unit_us=unit_us, measured=one.measured)
-    picture = draw_svg(one.schedule, one.timeline, one.title, measured=one.measured)
+    picture = draw_svg(one.schedule, one.timeline, one.title, unit=one.unit, measured=one.measured)
     return draw_html(picture, one.title) if kind == "html" else picture

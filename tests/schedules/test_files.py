@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from megalite.cli.main import app
 from megalite.errors import ScheduleError
 from megalite.schedules import NAMES, Durations, build, check_schedule, recompute, simulate
+from megalite.schedules.action import Action, Schedule
 from megalite.schedules.catalogue import SCHEDULES
 from megalite.schedules.csv_form import read_csv, read_file, write_csv
 from megalite.schedules.memory import peak_deferred
+from megalite.schedules.simulate import Timeline
 from megalite.schedules.tune import (
     candidate_names,
     default_name,
@@ -25,9 +27,11 @@ from megalite.schedules.tune import (
 )
 from megalite.schedules.view.draw_svg import draw_html, draw_svg
 from megalite.schedules.view.draw_text import draw_text, plain
+from megalite.schedules.view.style import STYLES, Unit
 from megalite.schedules.view.trace import chrome_trace
 from tests import ROOT
 
+MS = Unit("time (ms)", 1e3)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -116,31 +120,49 @@ def test_a_picture_that_would_be_too_wide_is_refused_with_the_way_out() -> None:
 def test_svg_has_a_box_with_a_tooltip_for_every_action() -> None:
     schedule = build("zb-v", 4, 2, 8)
     line = simulate(schedule, Durations.even(4, 2, hop=0.1))
-    root = ElementTree.fromstring(draw_svg(schedule, line, "a < b", measured=line))
+    root = ElementTree.fromstring(draw_svg(schedule, line, "a < b", unit=MS, measured=line))
     titles = [title.text for title in root.iter(f"{SVG}title")]
     boxes = [t for t in titles if t and "microbatch" in t]
     assert len(boxes) == 2 * sum(map(len, schedule.ranks))
     assert boxes[0] == "forward of stage 0, microbatch 0: 0 to 0.5; the rank holds 0.5"
     assert sum(t is not None and t.startswith("held by this rank; at most 4") for t in titles) == 4
     again = recompute(schedule)
-    assert "recomputation (R)" in draw_svg(again, simulate(again, Durations.even(4, 2)), "t")
-    page = draw_html(draw_svg(schedule, line, "t"), "t")
+    assert "recompute (R)" in draw_svg(again, simulate(again, Durations.even(4, 2)), "t", unit=MS)
+    page = draw_html(draw_svg(schedule, line, "t", unit=MS), "t")
     assert "<svg" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
 
 
-def test_names_in_the_legend_do_not_lie_on_each_other() -> None:
-    schedule = build("zb-v", 4, 2, 8)
-    line = simulate(schedule, Durations.even(4, 2))
-    root = ElementTree.fromstring(draw_svg(schedule, line, "t"))
+def test_the_names_of_every_kind_lie_side_by_side_and_inside_the_picture() -> None:
+    kinds = [Action(kind, 0, 0) for kind in STYLES]
+    schedule = Schedule(1, (0,), (tuple(kinds),))
+    line = Timeline(schedule.ranks, ([0.0, 1, 2, 3, 4],), ([1.0, 2, 3, 4, 5],))
+    root = ElementTree.fromstring(draw_svg(schedule, line, "t", unit=MS))
     names = [text for text in root.iter(f"{SVG}text") if text.get("y") == "38"]
     starts = [float(text.get("x", "nan")) for text in names]
-    letter = 6.0  # pixels of a monospace letter of 11, and less
+    letter = 7.25  # pixels of a monospace letter of 12
     ends = [
         start + letter * len(text.text or "") for start, text in zip(starts, names, strict=True)
     ]
-    assert len(names) > 1
+    assert [text.text for text in names] == [
+        "forward (F)",
+        "input gradient (B)",
+        "weight gradient (W)",
+        "full backward (D)",
+        "recompute (R)",
+        "activations held (peak: right)",
+    ]
     assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
+    assert ends[-1] < float(root.get("width", "nan"))
+
+
+def test_the_axis_has_its_unit_and_ticks_at_round_values_of_it() -> None:
+    schedule = build("1f1b", 2, 1, 2)
+    line = simulate(schedule, Durations.even(2, 1, f=0.01, b=0.01, w=0.01))
+    root = ElementTree.fromstring(draw_svg(schedule, line, "t", unit=MS))
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts[-1] == "time (ms)"
+    assert texts[-11:-1] == [str(10 * i) for i in range(10)]
 
 
 def test_trace_has_every_action_once_per_lane() -> None:

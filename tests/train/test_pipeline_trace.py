@@ -45,9 +45,15 @@ def test_the_command_shows_it_beside_the_simulated_one(run: Path, tmp_path: Path
     lines = done.output.splitlines()
     assert lines[0].startswith("zb-v, step 2: measured ")
     assert [line.split()[0] for line in lines[1:]] == ["simulated", "0", "1", "measured", "0", "1"]
-    html = tmp_path / "a.html"
-    assert CliRunner().invoke(app, ["schedule", "--from-run", str(run), "--html", str(html)])
-    assert "measured" in html.read_text()
+    files = {form: tmp_path / f"a.{form}" for form in ("html", "png")}
+    words = [word for form, file in files.items() for word in (f"--{form}", str(file))]
+    drawn = CliRunner().invoke(app, ["schedule", "--from-run", str(run), *words])
+    assert drawn.exit_code == 0, drawn.output
+    page = files["html"].read_text()
+    title = "zb-v: 2 ranks x 2 chunks, 4 microbatches; step 2: measured "
+    for text in (title, " (median durations), ratio ", ">measured<", ">time (ms)<"):
+        assert text in page
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("spoil", ["missing", "torn", "other", "not json"])

@@ -10,28 +10,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from html import escape
 
-from megalite.schedules.action import BACKWARD, Action, Schedule
-from megalite.schedules.memory import memory_over_time
+from megalite.schedules.action import Schedule
+from megalite.schedules.memory import memory_over_time, peak_memory
 from megalite.schedules.simulate import Timeline
 from megalite.schedules.view.draw_text import label
+from megalite.schedules.view.style import (
+    HELD_FILL,
+    HELD_LINE,
+    HELD_NAME,
+    STYLES,
+    Unit,
+    colour,
+    legend,
+    text_colour,
+)
 
-# Fill by kind: lighter for chunk 0, darker for later chunks.
-_COLOURS = {
-    "F": ("#9ecbff", "#4a90d9", "#2b6cb0", "#1a4a80"),
-    "B": ("#a8e0b0", "#4cb266", "#2f8548", "#1d5a30"),
-    "W": ("#ffd08a", "#f2a03d", "#c97a1a", "#8f5510"),
-    "BW": ("#9be3d8", "#3fb5a3", "#2a8477", "#195a51"),
-    "R": ("#d9d9d9", "#b0b0b0", "#8a8a8a", "#666666"),
-}
-_NAMES = {
-    "F": "forward",
-    "B": "input gradient",
-    "W": "weight gradient",
-    "BW": "backward",
-    "R": "recomputation",
-}
-_LEFT, _TOP, _LANE, _MEMORY, _GAP = 70, 58, 24, 14, 8
-_LABEL_WIDTH = 7.0  # of a character at the font size used
+_WIDTH, _LEFT, _RIGHT, _TOP, _LANE, _MEMORY, _GAP = 1120, 76, 40, 58, 24, 14, 8  # pixels
+_LABEL_WIDTH = 7.3  # of a character at the font size used
+_EDGED = 5.0  # width from which a box has a white edge: narrower ones would be mostly edge
 
 
 def draw_svg(
@@ -39,26 +35,27 @@ def draw_svg(
     timeline: Timeline,
     title: str,
     *,
-    width: int = 1200,
+    unit: Unit,
     measured: Timeline | None = None,
 ) -> str:
-    """The picture as SVG text, `width` pixels wide.
+    """The picture as SVG text.
 
-    measured: a second time line, drawn under each simulated lane at the same scale.
+    unit: of the axis. measured: a second time line, drawn under each simulated lane at the same
+    scale.
     """
     # One scale of time and one of memory for all ranks, so that lanes can be compared.
     longest = max(timeline.makespan, measured.makespan if measured else 0.0) or 1.0
-    scale = (width - _LEFT - 20) / longest
+    scale = (_WIDTH - _LEFT - _RIGHT) / longest
     held = memory_over_time(schedule, timeline)
     most = max((value for line in held for _, value in line), default=1.0) or 1.0
 
     lane = _LANE + (_LANE if measured else 0) + _MEMORY + _GAP
-    height = _TOP + lane * schedule.p + 34
+    height = _TOP + lane * schedule.p + 48
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="monospace" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" font-family="monospace" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="18">{escape(title)}</text>',
         *_legend(schedule),
     ]
 
@@ -73,7 +70,10 @@ def draw_svg(
             parts += _lane(schedule, measured, rank, below, scale, held[rank])
             below += _LANE
         parts.append(_memory_line(held[rank], below + 2, scale, most, timeline.makespan))
-    parts += _axis(longest, scale, height - 26)
+        peak_x, peak_y = _WIDTH - _RIGHT + 6, below + _MEMORY + 2
+        peak = f"{peak_memory(held[rank]):.3g}"
+        parts.append(f'<text x="{peak_x}" y="{peak_y}" fill="{HELD_LINE}">{peak}</text>')
+    parts += _axis(longest, scale, unit, height - 40)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -91,14 +91,15 @@ def _lane(
     for action, start, end in timeline.spans[rank]:
         x, wide = _LEFT + start * scale, max((end - start) * scale, 0.5)
         at = bisect_right(times, start) - 1
+        fill = colour(action, schedule)
+        edge = ' stroke="white" stroke-width="0.5"' if wide >= _EDGED else ""
         note = (
-            f"{_NAMES[action.kind]} of stage {action.stage}, microbatch {action.mb}: "
+            f"{STYLES[action.kind].name} of stage {action.stage}, microbatch {action.mb}: "
             f"{start:.4g} to {end:.4g}; the rank holds {held[at][1] if at >= 0 else 0:.4g}"
         )
         boxes.append(
             f'<g><title>{escape(note)}</title><rect x="{x:.2f}" y="{top}" width="{wide:.2f}" '
-            f'height="{_LANE - 4}" fill="{colour(action, schedule)}" stroke="white" '
-            'stroke-width="0.5"/>'
+            f'height="{_LANE - 4}" fill="{fill}"{edge}/>'
         )
 
         # A label that is wider than its box would cover its neighbours'; the tooltip remains.
@@ -106,7 +107,8 @@ def _lane(
         if wide >= _LABEL_WIDTH * len(text) + 2:
             middle = x + wide / 2
             boxes.append(
-                f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle">{text}</text>'
+                f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle" '
+                f'fill="{text_colour(fill)}">{text}</text>'
             )
         boxes.append("</g>")
     return boxes
@@ -123,22 +125,24 @@ def _memory_line(
         points += [f"{x:.2f},{base - level / most * _MEMORY:.2f}"]
         level = value
         points += [f"{x:.2f},{base - level / most * _MEMORY:.2f}"]
-    peak = max((value for _, value in held), default=0.0)
     return (
-        f"<g><title>held by this rank; at most {peak:.4g}</title>"
-        f'<polygon points="{" ".join(points)}" fill="#e6dcf5" stroke="#8a63c9" '
+        f"<g><title>held by this rank; at most {peak_memory(held):.4g}</title>"
+        f'<polygon points="{" ".join(points)}" fill="{HELD_FILL}" stroke="{HELD_LINE}" '
         'stroke-width="0.6"/></g>'
     )
 
 
-def _axis(longest: float, scale: float, y: int) -> list[str]:
-    step = _round_step(longest / 10)
+def _axis(longest: float, scale: float, unit: Unit, y: int) -> list[str]:
+    step = _round_step(longest * unit.factor / 10)
     parts = []
-    for index in range(int(longest / step) + 1):
-        x = _LEFT + index * step * scale
+    for index in range(int(longest * unit.factor / step) + 1):
+        x = _LEFT + index * step / unit.factor * scale
         parts.append(f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}" stroke="black"/>')
         text = f"{index * step:.6g}"
         parts.append(f'<text x="{x:.2f}" y="{y + 18}" text-anchor="middle">{text}</text>')
+    middle = _LEFT + longest * scale / 2
+    text = escape(unit.text)
+    parts.append(f'<text x="{middle:.2f}" y="{y + 34}" text-anchor="middle">{text}</text>')
     return parts
 
 
@@ -153,23 +157,18 @@ def _round_step(rough: float) -> float:
 
 
 def _legend(schedule: Schedule) -> list[str]:
-    kinds = sorted(
-        {action.kind for actions in schedule.ranks for action in actions} & _NAMES.keys()
-    )
-    parts, x = [], _LEFT
-    for kind in kinds:
-        name = _NAMES[kind] + (" (D)" if kind == BACKWARD else f" ({kind})")
-        parts.append(f'<rect x="{x}" y="28" width="12" height="12" fill="{_COLOURS[kind][1]}"/>')
-        parts.append(f'<text x="{x + 17}" y="38">{name}</text>')
-        x += 40 + round(_LABEL_WIDTH * len(name))
+    """A swatch with a stripe per chunk and a text for every kind of action, and for memory."""
+    parts, x = [], 10.0
+    for name, shades in [*legend(schedule), (HELD_NAME, (HELD_FILL,))]:
+        stripe = 16 / len(shades)
+        for index, shade in enumerate(shades):
+            left = x + index * stripe
+            parts.append(
+                f'<rect x="{left:.2f}" y="28" width="{stripe:.2f}" height="12" fill="{shade}"/>'
+            )
+        parts.append(f'<text x="{x + 20:.2f}" y="38">{name}</text>')
+        x += 28 + _LABEL_WIDTH * len(name)
     return parts
-
-
-def colour(action: Action, schedule: Schedule) -> str:
-    """Fill colour of an action: by its kind, lighter for chunk 0."""
-    chunk = schedule.stages_of(schedule.place[action.stage]).index(action.stage)
-    shades = _COLOURS[action.kind]
-    return shades[min(chunk, len(shades) - 1)]
 
 
 def draw_html(svg: str, title: str) -> str:

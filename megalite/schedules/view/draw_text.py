@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megalite.errors import ScheduleError
-from megalite.schedules.action import BACKWARD, Action, Schedule
+from megalite.schedules.action import Action, Schedule
 from megalite.schedules.simulate import Timeline
+from megalite.schedules.view.style import STYLES
 
 MAX_COLUMNS = 2000
 
@@ -27,7 +28,7 @@ def label(action: Action, schedule: Schedule) -> str:
     """The short name of an action: kind, microbatch and, if a rank has several, its chunk."""
     rank = schedule.place[action.stage]
     chunk = schedule.stages_of(rank).index(action.stage)
-    kind = "D" if action.kind == BACKWARD else action.kind
+    kind = STYLES[action.kind].letter
     if schedule.v == 2 and chunk == 0:
         kind = kind.lower()
     suffix = chr(ord("a") + chunk % 26) if schedule.v > 2 else ""
