@@ -19,8 +19,9 @@ from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
-from megalite.cli.options import ConfigFile, Overrides, SettingsCommand, path
+from megalite.cli.options import ConfigFile, Overrides, SettingsCommand
 from megalite.cli.plan import plan
+from megalite.cli.report import report
 from megalite.cli.schedule import schedule
 from megalite.errors import EXIT_INTERRUPTED, EXIT_USER, ConfigError, MegaliteError
 from megalite.process.terminal import replace_unencodable
@@ -165,28 +166,10 @@ def _start_problems(config: RunConfig) -> list[str]:
     return start_problems(config)
 
 
-@app.command()
-def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", parser=path, help="A run folder.")],
-) -> None:
-    """Show a run's losses and where its time went; draw its loss curve as loss.png."""
-    from pathlib import Path
-
-    from megalite.checks.packages import missing_package
-    from megalite.record.report import draw_losses, read_run, summary, time_table
-
-    folder = Path(run)
-    record = read_run(folder)
-    for line in [*summary(record), "", *time_table(record)]:
-        typer.echo(line)
-    lacking = missing_package("matplotlib")
-    drawn = lacking or draw_losses(record, folder.name, folder / "loss.png")
-    typer.echo(f"\nloss curve: {drawn}")
-
-
 app.command()(configs)
 app.command()(generate)
 app.command()(info)
+app.command()(report)
 app.command()(doctor)
 app.command()(schedule)
 app.command(cls=SettingsCommand)(plan)

@@ -1,4 +1,4 @@
-"""The report of a finished run: losses, the time of a step by part, the loss curve as a PNG.
+"""The report of a finished run, or of several: losses, the time of a step by part.
 
 Reads only metrics.jsonl, however damaged; lines that it cannot use it counts. Imports no torch.
 """
@@ -6,6 +6,7 @@ Reads only metrics.jsonl, however damaged; lines that it cannot use it counts. I
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -23,6 +24,9 @@ _MEANING = {
     "optimizer": "clipping and the update",
     "other": "metrics, agreement between ranks, the rest",
 }
+
+
+_LARGE = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
@@ -83,16 +87,21 @@ def vocab_size(record: RunRecord) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def eval_names(*records: RunRecord) -> list[str]:
+    """The names of the validation sets of runs, each once."""
+    return list(dict.fromkeys(line["name"] for record in records for line in record.evals))
+
+
 def summary(record: RunRecord) -> list[str]:
     """The lines about a run's length, size and losses."""
     steps, parameters = record.steps, record.head.get("parameters")
     tokens = steps[-1].get("consumed_tokens")
     count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
     lines = [
-        f"{count}, {_short(tokens)} tokens, {_short(parameters)} parameters",
+        f"{count}, {short_count(tokens)} tokens, {short_count(parameters)} parameters",
         f"training loss   {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}",
     ]
-    names = list(dict.fromkeys(line["name"] for line in record.evals))
+    names = eval_names(record)
     width = max([16, *(len(f"{name} loss ") for name in names)])
     for name in names:
         named = [line["loss"] for line in record.evals if line["name"] == name]
@@ -110,14 +119,7 @@ def time_table(record: RunRecord) -> list[str]:
 
     Of the last attempt that trained: an earlier one may have had another layout or other machines.
     """
-    names = ["step_time_s", *(f"time_{part}_s" for part in TIME_PARTS)]
-    attempt = record.steps[-1].get("attempt", 1)
-    timed = [
-        line
-        for line in record.steps
-        if line.get("attempt", 1) == attempt and all(_is_usable_time(line.get(n), n) for n in names)
-    ]
-    steady = timed[1:] or timed
+    attempt, steady = _timed_steps(record)
     if not steady:
         return ["no step has its time split"]
     wall_s = fmean(line["step_time_s"] for line in steady)
@@ -129,11 +131,46 @@ def time_table(record: RunRecord) -> list[str]:
     return rows
 
 
-def _short(count: int | None) -> str:
-    """A count in millions, or in full below 10,000, where millions would show little."""
+def comparison(runs: Mapping[str, RunRecord]) -> list[str]:
+    """The lines of a table of runs by name: sizes, last losses, median time of a step."""
+    kinds = eval_names(*runs.values())
+    rows = [["run", "steps", "tokens", "parameters", "training", *kinds, "ms a step"]]
+    for name, record in runs.items():
+        steps, (_, steady) = record.steps, _timed_steps(record)
+        last = {line["name"]: f"{line['loss']:.4f}" for line in record.evals}
+        took = f"{median(line['step_time_s'] for line in steady) * 1e3:.0f}" if steady else "n/a"
+        sizes = (steps[-1].get("consumed_tokens"), record.head.get("parameters"))
+        losses = [f"{steps[-1]['loss']:.4f}", *(last.get(kind, "n/a") for kind in kinds)]
+        rows.append([name, str(len(steps)), *map(short_count, sizes), *losses, took])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *padded]))
+    damaged = [(name, record.damage) for name, record in runs.items() if record.damage]
+    return [*lines, *(f"warning: {name}: {damage}" for name, damage in damaged)]
+
+
+def _timed_steps(record: RunRecord) -> tuple[int, list[dict[str, Any]]]:
+    """The last attempt and those of its steps that have their times, without the first."""
+    names = ["step_time_s", *(f"time_{part}_s" for part in TIME_PARTS)]
+    attempt = record.steps[-1].get("attempt", 1)
+    timed = [
+        line
+        for line in record.steps
+        if line.get("attempt", 1) == attempt and all(_is_usable_time(line.get(n), n) for n in names)
+    ]
+    return attempt, timed[1:] or timed
+
+
+def short_count(count: int | None) -> str:
+    """A count to three digits with k, M, B or T; in full below 10,000; n/a for None."""
     if count is None:
         return "n/a"
-    return f"{count / 1e6:.2f}M" if count >= 10_000 else str(count)
+    if count < 10_000:
+        return str(count)
+    size, letter = next(one for one in _LARGE if count >= one[0])
+    return f"{float(f'{count / size:.3g}'):g}{letter}"
 
 
 def _is_usable_time(value: Any, name: str) -> bool:
@@ -141,26 +178,3 @@ def _is_usable_time(value: Any, name: str) -> bool:
     if not isinstance(value, (int, float)):
         return False
     return value > 0 if name == "step_time_s" else value >= 0
-
-
-def draw_losses(record: RunRecord, title: str, out: Path) -> Path:
-    """Write the losses by step (training, validation, uniform guessing) to `out` as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    steps = record.steps
-    axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], lw=1, label="training")
-    for name in dict.fromkeys(line["name"] for line in record.evals):
-        named = [line for line in record.evals if line["name"] == name]
-        axes.plot([e["step"] for e in named], [e["loss"] for e in named], "o-", label=name)
-    vocab = vocab_size(record)
-    if vocab is not None:
-        axes.axhline(math.log(vocab), color="grey", ls=":", lw=1, label=f"ln({vocab}): guessing")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(out)
-    return out

@@ -15,7 +15,7 @@ from megalite.config.load import load_config
 from megalite.errors import DataError
 from megalite.record.console import Console
 from megalite.record.records import TIME_PARTS, MetricsFile
-from megalite.record.report import read_run, summary, time_table
+from megalite.record.report import read_run, short_count, summary, time_table
 from tests.corpus.kit import prepare
 from tests.pool import RankPool
 from tests.train.kit.runs import make_config, train, world_size
@@ -63,20 +63,79 @@ def test_report_shows_losses_and_time_and_draws_a_picture(run: Path) -> None:
     assert len(picture) > 5000
 
 
+def write_run(folder: Path, losses: list[float]) -> Path:
+    """A run folder of a step per loss."""
+    file = MetricsFile(folder / "metrics.jsonl")
+    file.write("run", config={"model": {"vocab_size": 97}}, parameters=12_345_678)
+    for step, loss in enumerate(losses, start=1):
+        file.write("step", step=step, loss=loss, consumed_tokens=5_000 * step)
+    file.close()
+    return folder
+
+
+@pytest.mark.long
+def test_several_runs_are_a_table_and_one_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write_run(tmp_path / "a" / "one", [3.0, 2.0])
+    second = write_run(tmp_path / "a" / "another", [3.0, 2.5, 1.25])
+    with (second / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "eval", "step": 3, "loss": 1.5, "attempt": 1}\ndamaged\n')
+    monkeypatch.chdir(tmp_path)
+    result = invoke("report", first, second)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "run      steps  tokens  parameters  training  validation  ms a step",
+        "one          2     10k       12.3M    2.0000         n/a        n/a",
+        "another      3     15k       12.3M    1.2500      1.5000        n/a",
+        "warning: another: 1 line of metrics.jsonl cannot be used and is left out: line 6",
+        "",
+        "loss curve: loss.png",
+    ]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (first / "loss.png").exists()
+
+    # Folders of one name are told apart by their paths; the picture goes where --out says.
+    twin = write_run(tmp_path / "b" / "one", [4.0])
+    result = invoke("report", first, twin, "--out", tmp_path / "c.png")
+    assert [line.split()[0] for line in result.output.splitlines()[1:3]] == [str(first), str(twin)]
+    assert (tmp_path / "c.png").is_file()
+    result = invoke("report", twin, "--out", tmp_path / "gone" / "c.png")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"error: {tmp_path / 'gone' / 'c.png'} cannot be written: No such file or directory\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, "n/a"),
+        (0, "0"),
+        (9_999, "9999"),
+        (10_000, "10k"),
+        (999_999, "1000k"),
+        (1_245_184, "1.25M"),
+        (70_553_706_496, "70.6B"),
+        (15_000_000_000_000, "15T"),
+    ],
+)
+def test_counts_are_short(count: int | None, text: str) -> None:
+    assert short_count(count) == text
+
+
 def test_report_without_matplotlib_prints_all_but_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda package: False)
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write("run", config={"model": {"vocab_size": 97}}, parameters=1000)
-    file.write("step", step=1, loss=1.0, consumed_tokens=1)
-    file.close()
-    result = invoke("report", tmp_path)
+    result = invoke("report", write_run(tmp_path, [1.0]))
     assert result.exit_code == 0
     assert "training loss" in result.output
-    assert result.output.splitlines()[-1] == (
-        "loss curve: needs matplotlib, which is not installed: pip install 'megalite[plots]'"
-    )
+    missing = "needs matplotlib, which is not installed: pip install 'megalite[plots]'"
+    assert result.output.splitlines()[-1] == f"loss curve: {missing}"
+    refused = invoke("report", tmp_path, "--out", tmp_path / "a.png")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"error: --out {missing}\n"
     assert not (tmp_path / "loss.png").exists()
 
 
