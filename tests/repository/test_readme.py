@@ -38,7 +38,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     for name in ("benchmarks", "configs", "launch", "tests"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "docs" / "schedules").mkdir(parents=True)
+    for name in ("schedules", "images"):
+        (folder / "docs" / name).mkdir(parents=True)
     environment = folder / "venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():

@@ -299,18 +299,7 @@ def test_the_command_needs_neither_torch_nor_numpy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_pictures_and_the_table_of_the_documents_are_what_the_commands_give(
-    tmp_path: Path,
-) -> None:
-    docs = ROOT / "docs"
-    text = (docs / "schedules.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^megalite schedule (.+ --comm .+)$", text, re.MULTILINE)
-    assert len(commands) == 7
-    for command in commands:
-        words = command.split()
-        if "--svg" not in words:
-            assert run(*words) in text
-            continue
-        drawn = docs.parent / words[-1]
-        run(*words[:-1], str(tmp_path / drawn.name))
-        assert (tmp_path / drawn.name).read_text() == drawn.read_text(), command
+def test_the_table_of_the_document_is_what_its_command_gives() -> None:
+    text = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^megalite schedule (--compare .+ --comm .+)$", text, re.MULTILINE)
+    assert run(*command.split()) in text

@@ -19,6 +19,7 @@ SHORT = "train.steps=2 optimizer.warmup_steps=1 eval.interval=1 eval.batches=1"
 _SERIAL_PIPELINE = "parallel.pp=1 parallel.vpp=1 parallel.dp=1 pipeline.schedule=1f1b"
 _TWO_RANKS = "parallel.tp=1 parallel.dp=1 parallel.sequence_parallel=false"
 _PICTURE = "--stages 4 --microbatches 8 --comm 0.05 --svg docs/schedules"
+_PNG = _PICTURE.replace("--svg docs/schedules", "--png docs/images")
 
 # command -> (what is put in place of what, what is added at its end), in order
 COMMANDS: dict[str, tuple[dict[str, str], str]] = {
@@ -112,6 +113,9 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     f"megalite schedule interleaved {_PICTURE}/interleaved.svg": ({}, ""),
     f"megalite schedule interleaved-zb {_PICTURE}/interleaved-zb.svg": ({}, ""),
     f"megalite schedule zb-v {_PICTURE}/zb-v.svg": ({}, ""),
+    f"megalite schedule zb-v {_PNG}/schedule.png": ({}, ""),
+    # docs/metrics.md
+    "megalite report runs/quickstart --out docs/images/loss.png": ({}, ""),
 }
 
 # Commands that need docker, buildah or debootstrap: they are read, and what they name is there.
