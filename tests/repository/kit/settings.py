@@ -22,9 +22,9 @@ HEAD = """\
 # Settings
 
 This page lists every setting of a run's TOML file, section by section: its default, its values, and
-what it does. Use it to look a setting up; each section begins with an example. A setting costs
-nothing to read about: what memory and time a config takes is printed by `megalite plan`
-([plan.md](plan.md)). The page is generated from `megalite/config/schema.py`.
+what it does. Use it to look a setting up; each section begins with an example. `megalite plan`
+prints the memory and time that a config costs ([plan.md](plan.md)). The page is generated from
+`megalite/config/schema.py`.
 
 The settings of a run, and where each comes from, are printed by:
 
