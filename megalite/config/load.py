@@ -1,7 +1,7 @@
 """From TOML files and `section.key=value` overrides to a RunConfig, with the origin of each value.
 
-Precedence: defaults, `base` file, file, overrides. Everything wrong with the input is reported at
-once; checks.settings checks that the settings fit each other.
+Precedence: defaults, a base's base, the base, the file, overrides. Everything wrong with the input
+is reported at once; checks.settings checks that the settings fit each other.
 
 TOML has no null: in a file and in an override alike, "none" (or "null") unsets a setting that may
 be unset, such as optimizer.clip_grad or data.path. A whole number in exponent form (1e10) is an
@@ -16,7 +16,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from decimal import Decimal
-from os.path import lexists, normpath
+from os.path import lexists, normpath, realpath
 from pathlib import Path
 from typing import Any
 
@@ -148,24 +148,30 @@ def _number(text: str) -> int | float:
 
 
 def _sources(named: str | Path) -> list[tuple[str, dict[str, Any]]]:
-    """(origin, parsed tree) of the base, if any, and of the file."""
-    path, tree = _read_config(named, Path())
-    base = tree.pop("base", None)
-    if base is None:
-        return [(str(path), tree)]
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: base={toml_value(base)} needs to be a file name in quotes")
-    try:
-        base_path, base_tree = _read_config(base, path.parent)
-    except ConfigError as error:
-        raise ConfigError(f"{error} (the base that {path} names)") from None
-    if "base" in base_tree:
-        raise ConfigError(
-            f"{path}: its base {base_path} has a base of its own "
-            f"({toml_value(base_tree['base'])}); bases go one level deep, "
-            f"so copy those keys or point to that file"
-        )
-    return [(f"base {normpath(base_path)}", base_tree), (str(path), tree)]
+    """(origin, parsed tree) of a config and of its bases, the last base first.
+
+    Raises ConfigError if one cannot be read, or if the bases form a circle.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    chain: list[Path] = []  # the files read, each named by the one before it
+    following: str | Path | None = named
+    while following is not None:
+        try:
+            file, tree = _read_config(following, chain[-1].parent if chain else Path())
+        except ConfigError as error:
+            names_it = f" (the base that {chain[-1]} names)" if chain else ""
+            raise ConfigError(f"{error}{names_it}") from None
+        if realpath(file) in map(realpath, chain):
+            circle = " -> ".join(normpath(one) for one in [*chain, file])
+            raise ConfigError(f"{chain[0]}: its bases form a circle, {circle}; remove one of them")
+        following = tree.pop("base", None)
+        if following is not None and not isinstance(following, str):
+            raise ConfigError(
+                f"{file}: base={toml_value(following)} needs to be a file name in quotes"
+            )
+        found.append((f"base {normpath(file)}" if chain else str(file), tree))
+        chain.append(file)
+    return found[::-1]
 
 
 def _read_config(named: str | Path, folder: Path) -> tuple[Path, dict[str, Any]]:

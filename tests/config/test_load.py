@@ -75,12 +75,32 @@ def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
     assert loaded.origins["train.seed"] == "default"
 
 
-def test_a_base_with_a_base_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, MINIMAL, "a.toml")
-    b = write(tmp_path, 'base = "a.toml"\n', "b.toml")
-    c = write(tmp_path, 'base = "b.toml"\n', "c.toml")
-    (line,) = problems(c)
-    assert line.startswith(f'{c}: its base {b} has a base of its own ("a.toml")')
+def test_a_base_may_have_a_base(tmp_path: Path) -> None:
+    # Each path is seen from the file that names it, and each value keeps the file it came from.
+    first = write(tmp_path, MINIMAL + "seed = 1\nmicro_batch = 2\n", "first.toml")
+    (tmp_path / "models").mkdir()
+    second = write(
+        tmp_path / "models", 'base = "../first.toml"\n[train]\nseed = 2\nsteps = 9\n', "second.toml"
+    )
+    third = write(tmp_path, 'base = "models/second.toml"\n[train]\nsteps = 11\n')
+    loaded = load_config(third)
+    train = loaded.config.train
+    assert (train.micro_batch, train.seed, train.steps) == (2, 2, 11)
+    origins = [loaded.origins[f"train.{key}"] for key in ("micro_batch", "seed", "steps")]
+    assert origins == [f"base {first}", f"base {second}", str(third)]
+
+
+def test_a_circle_of_bases_is_refused_with_its_files(tmp_path: Path) -> None:
+    a = write(tmp_path, 'base = "b.toml"\n' + MINIMAL, "a.toml")
+    b = write(tmp_path, 'base = "./a.toml"\n', "b.toml")
+    run = write(tmp_path, 'base = "a.toml"\n')
+    circle = f"{run} -> {a} -> {b} -> {a}"
+    assert problems(run) == [f"{run}: its bases form a circle, {circle}; remove one of them"]
+    (tmp_path / "link.toml").symlink_to(run)
+    own = write(tmp_path, f'base = "link.toml"\n{MINIMAL}')
+    assert problems(own) == [
+        f"{own}: its bases form a circle, {own} -> {tmp_path / 'link.toml'}; remove one of them"
+    ]
 
 
 @pytest.mark.parametrize("base", ["3", '["a.toml"]'])

@@ -33,8 +33,9 @@ megalite train configs/quickstart.toml --print-config
 ```
 
 * On the command line a setting is `section.key=value`. In a file, `base = "other.toml"` takes the
-  settings of another file first. A config and a base are paths. If there is no such file, they are
-  names that `megalite configs` lists. `megalite configs quickstart > mine.toml` makes a copy.
+  settings of another file first, which may have a base of its own. A config and a base are paths, a
+  base's from the folder of the file that names it. If there is no such file, they are names that
+  `megalite configs` lists. `megalite configs quickstart > mine.toml` makes a copy.
 * A required setting has no default. It is given in the file, its base or on the command line.
 * `"none"` means that a setting is not set. The last column says what holds then. In a file,
   `"none"` also removes the value of a base file. An entry of a list (`[[data.sources]]`) leaves a
