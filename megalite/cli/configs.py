@@ -17,7 +17,7 @@ _USES = {
 
 def configs(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Print this one, to edit: > mine.toml")
+        str | None, typer.Argument(metavar="NAME", help="Print this one, to edit as a file.")
     ] = None,
 ) -> None:
     """List the configs that come with megalite, or print one."""

@@ -16,11 +16,15 @@ _MARKS = {"ok": "ok", "warning": "warn", "missing": "MISS"}
 
 def doctor(
     out: Annotated[
-        str, typer.Option(parser=path, help="Folder that run folders would go to.")
+        str,
+        typer.Option(metavar="FOLDER", parser=path, help="Where run folders would go."),
     ] = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Say whether this machine can train, and what is missing; exit code 1 if it cannot."""
+    """Check what this machine has and lacks for training.
+
+    Exit code 1 if it cannot train.
+    """
     from megalite.record.doctor import examine, exit_code
 
     findings = examine(Path(out))

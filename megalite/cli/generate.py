@@ -22,10 +22,13 @@ _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 1.0
 def generate(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", parser=path, help="A run folder, or one of its checkpoints."),
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", parser=path, help="A run folder, or one of its checkpoints."
+        ),
     ],
     prompt: Annotated[
-        str | None, typer.Option(help=f"Text to continue (default: {_PROMPT!r}).")
+        str | None,
+        typer.Option(metavar="TEXT", help=f"Text to continue (default: {_PROMPT!r})."),
     ] = None,
     prompts: Annotated[
         str | None,
@@ -33,34 +36,53 @@ def generate(
             metavar="FILE",
             parser=path,
             help="Texts to continue: one a line, or JSON lines with a key prompt (.jsonl). "
-            "Prints JSON lines; text number i is drawn with seed + i.",
+            "Prints JSON lines; text i, from 0, is drawn with seed + i.",
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", "--max-tokens", help="Tokens to add at most.")
+        int, typer.Option("--tokens", metavar="N", help="Tokens to add at most.")
     ] = 128,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Take the likeliest token each time.")
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(help=f"Above 0 (default: {_TEMPERATURE}); 0: as --greedy.")
+        float | None,
+        typer.Option(
+            metavar="X",
+            help=f"Divides the logits before a draw (default: {_TEMPERATURE}); 0: as --greedy.",
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help=f"Draw among so many; 0: all (default: {_TOP_K}).")
+        int | None,
+        typer.Option(
+            metavar="N", help=f"Draw among the N likeliest tokens; 0: all (default: {_TOP_K})."
+        ),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw among the likeliest with this much probability.")
+        float | None,
+        typer.Option(
+            metavar="P",
+            help="Draw among the likeliest tokens that together have this probability "
+            f"(default: {_TOP_P:g}, all).",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
     step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint (default: the newest sound one).")
+        int | None,
+        typer.Option(
+            metavar="N", help="Step of the checkpoint to use (default: the newest sound one)."
+        ),
     ] = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="Use the average of the weights that the run kept.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to compute on.")] = "cpu",
 ) -> None:
-    """Continue a text with a run's newest checkpoint."""
+    """Continue texts with a run's checkpoint.
+
+    The text is printed as it is made. The newest sound checkpoint of a run is used, and its own
+    tokenizer.
+    """
     # Everything that can be wrong is reported before torch is imported.
     problems = _problems(prompt, prompts, tokens, greedy, temperature, top_k, top_p, device)
     if problems:

@@ -20,15 +20,18 @@ def info(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|CKPT|DATA", parser=path, help="A run, a checkpoint, or a PREFIX."
+            metavar="RUN|CHECKPOINT|PREFIX",
+            parser=path,
+            help="A run folder, a checkpoint, or a dataset by the PREFIX of its files.",
         ),
     ],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Compare the sizes of checkpoint files, not hashes.")
+        bool,
+        typer.Option("--quick", help="Verify checkpoint files by their sizes, not their hashes."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run, a checkpoint or a dataset holds, and whether it is sound."""
+    """Describe and verify a run, a checkpoint or a dataset."""
     if not _exists(name):
         raise DataError(
             f"{name} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"

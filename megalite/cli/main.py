@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from megalite import __version__
 from megalite.cli.configs import configs
@@ -19,7 +18,7 @@ from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
-from megalite.cli.options import ConfigFile, Overrides, SettingsCommand
+from megalite.cli.options import ConfigFile, Group, Settings, SettingsVerb, Verb
 from megalite.cli.plan import plan
 from megalite.cli.report import report
 from megalite.cli.schedule import schedule
@@ -29,9 +28,26 @@ from megalite.process.terminal import replace_unencodable
 if TYPE_CHECKING:
     from megalite.config import RunConfig
 
+# The verbs in the order in which they are listed.
+_VERBS = (
+    "train",
+    "data",
+    "configs",
+    "plan",
+    "report",
+    "generate",
+    "info",
+    "schedule",
+    "doctor",
+    "version",
+)
 
-class _ErrorsToLines(TyperGroup):
-    """Turns a MegaliteError of any verb into lines on stderr, and Ctrl-C into one."""
+
+class _Megalite(Group):
+    """Lists the verbs; turns a MegaliteError of any of them into lines, and Ctrl-C into one."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=_VERBS.index)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,9 +66,9 @@ class _ErrorsToLines(TyperGroup):
 app = typer.Typer(
     name="megalite",
     help="Train transformers that are too large for one GPU.",
-    cls=_ErrorsToLines,
+    cls=_Megalite,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -70,40 +86,50 @@ def _root(
     traceback: Annotated[bool, typer.Option("--traceback", hidden=True)] = False,
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsVerb)
 def train(
     ctx: typer.Context,
     config: ConfigFile,
-    overrides: Overrides = None,
+    settings: Settings = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Start the processes here, on the CPU or GPUs.")
+        bool,
+        typer.Option(
+            "--local", help="Start all processes on this machine, on its GPUs or its CPU."
+        ),
     ] = False,
     name: Annotated[
-        str | None, typer.Option(help="Name of the run, and of its folder; same as name=NAME.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the run and of its folder, as name=NAME."),
     ] = None,
     accept: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY[,KEY]",
-            help="Go on from a checkpoint although these settings have changed; all-listed: all "
-            "that may.",
+            help="Resume although these settings have changed; all-listed: all that may change.",
         ),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Show each value and its origin, and stop.")
+        bool, typer.Option("--print-config", help="Print each setting with its origin, and exit.")
     ] = False,
 ) -> None:
-    """Train the model that CONFIG describes."""
+    """Train the model that a config describes.
+
+    A run whose folder has checkpoints is resumed. Without --local this is one process of torchrun
+    or srun, or the only one. Exit codes: 0 finished, 75 saved on a signal (start it again),
+    2 refused, 1 failed, 128 + n killed by signal n.
+    """
     from megalite.process.launcher import is_first_on_host
 
     try:
-        _train(ctx, config, overrides or [], local, name, accept or [], print_config)
+        _train(ctx, config, settings or [], local, name, accept or [], print_config)
     except MegaliteError:
         # The first process of a host prints for those that were started with it.
         if local or is_first_on_host():
@@ -114,7 +140,7 @@ def train(
 def _train(
     ctx: typer.Context,
     config: str,
-    overrides: list[str],
+    settings: list[str],
     local: bool,
     name: str | None,
     accept: list[str],
@@ -131,9 +157,8 @@ def _train(
 
     flag = ctx.with_resource(SignalFlag())  # first of all: a signal from now on is remembered
     allowed = accepted(accept)
-    settings = list(overrides)
     if name is not None:
-        settings.append(f"name={toml_value(name)}")
+        settings = [*settings, f"name={toml_value(name)}"]
 
     # Where the run will be started is not known here, so parallel.dp may stay open.
     if print_config:
@@ -166,18 +191,18 @@ def _start_problems(config: RunConfig) -> list[str]:
     return start_problems(config)
 
 
-app.command()(configs)
-app.command()(generate)
-app.command()(info)
-app.command()(report)
-app.command()(doctor)
-app.command()(schedule)
-app.command(cls=SettingsCommand)(plan)
+app.command(cls=Verb)(configs)
+app.command(cls=SettingsVerb)(plan)
+app.command(cls=Verb)(report)
+app.command(cls=Verb)(generate)
+app.command(cls=Verb)(info)
+app.command(cls=SettingsVerb)(schedule)
+app.command(cls=Verb)(doctor)
 
 
-@app.command()
+@app.command(cls=Verb)
 def version() -> None:
-    """Print megalite's version."""
+    """Print the version."""
     typer.echo(f"megalite {__version__}")
 
 

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take: a config, its overrides, paths; and the command they form.
+"""Arguments that several verbs take: a config, its settings, paths; and the command they form.
 
 `~` at the start of a path stands for the user's home also where the shell leaves it, as in
 `--out=~/data`.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from megalite.errors import ConfigError
 
@@ -26,18 +26,104 @@ def file(text: str) -> Path:
     return Path(path(text))
 
 
+def is_setting(text: str) -> bool:
+    """True for `section.key=value`; the names of schedules may have "=" behind a colon."""
+    return "=" in text and ":" not in text.partition("=")[0]
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """For the shell: the settings that begin so. A single one comes with its values.
+
+    With values beside it, the shell adds no space behind the "=".
+    """
+    from megalite.config.names import keys, toml_value
+
+    name, equals, _ = incomplete.partition("=")
+    found = [key for key in keys().values() if key.name.startswith(name)]
+    if equals:
+        found = [key for key in found if key.name == name]
+    words = [f"{key.name}=" for key in found]
+    if len(found) == 1:
+        (key,) = found
+        values = (True, False) if bool in key.kinds else key.choices or (key.default,)
+        given = [value for value in values if value is not None or key.optional]
+        words += [f"{key.name}={toml_value(value).strip(chr(34))}" for value in given]
+    return [word for word in words if word.startswith(incomplete)]
+
+
 ConfigFile = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="A TOML file, or a name that `megalite configs` lists."),
 ]
-Overrides = Annotated[
+Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that replace the file's."),
+    typer.Argument(
+        metavar="SECTION.KEY=VALUE",
+        help="Settings that replace the file's.",
+        autocompletion=complete_setting,
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Number of GPUs, where the config leaves parallel.dp open."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the values as JSON.")]
 
 
-class SettingsCommand(TyperCommand):
+class Group(TyperGroup):
+    """Several verbs; the page of help ends with examples."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples of the group."""
+        _write_examples(ctx, formatter)
+
+
+class Verb(TyperCommand):
+    """A verb: its page of help has names without types, and examples."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line behind the verb."""
+        pieces = ["[OPTIONS]"]
+        for param in self.get_params(ctx):
+            if param.param_type_name == "argument":
+                name = param.metavar if param.required else f"[{param.metavar}]"
+                pieces.append(f"{name}..." if param.nargs == -1 else f"{name}")
+        return pieces
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the options."""
+        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                kind = param.param_type_name
+                name = f"{param.metavar}" if kind == "argument" else record[0]
+                rows[kind].append((name, record[1]))
+        for kind, records in rows.items():
+            if records:
+                with formatter.section(f"{kind.capitalize()}s"):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the verb's examples."""
+        _write_examples(ctx, formatter)
+
+
+def _write_examples(ctx: Any, formatter: Any) -> None:
+    """Write a section with the examples of the verb of a context, as they are."""
+    from megalite.cli.examples import EXAMPLES
+
+    words: list[str] = []
+    while ctx.parent is not None:
+        words.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    with formatter.section("Examples"):
+        indent = " " * formatter.current_indent
+        formatter.write("".join(f"{indent}{line}\n" for line in EXAMPLES[" ".join(words)]))
+
+
+class SettingsVerb(Verb):
     """A verb that takes settings: those written as options are reported, all at once."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

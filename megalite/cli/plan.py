@@ -7,32 +7,34 @@ from typing import Annotated
 
 import typer
 
-from megalite.cli.options import AsJson, ConfigFile, Overrides, path
+from megalite.cli.options import AsJson, ConfigFile, Gpus, Settings, path
 from megalite.errors import EXIT_USER
 
 
 def plan(
     config: ConfigFile,
-    overrides: Overrides = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks in all, where the config leaves parallel.dp to them."),
-    ] = None,
+    settings: Settings = None,
+    gpus: Gpus = None,
     hardware: Annotated[
         str | None,
-        typer.Option(metavar="NAME|TOML", parser=path, help="The GPU: h100 or such, or a file."),
+        typer.Option(
+            metavar="NAME|FILE",
+            parser=path,
+            help="The GPU: a100, h100, h200, b200, or a TOML file (default: log.hardware).",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's stages, the memory of its ranks, and the least time of a step.
+    """Print a run's memory and least step time, before it runs.
 
-    Ends with exit code 2 where a rank takes more memory than the GPU has.
+    Also its stages and their share of the work. Needs no GPU. Exit code 2 where a rank takes more
+    memory than the GPU has, with the changes that would make it fit.
     """
     from megalite.cli.plan_fit import changes_that_fit, unfit_lines
     from megalite.cli.plan_report import make_report, report_lines, report_values
     from megalite.run.hardware import load_hardware, named_hardware
 
-    report = make_report(config, overrides or [], gpus)
+    report = make_report(config, settings or [], gpus)
 
     # Without a device nothing is held against a limit: the report is then sizes only.
     own = report.config.log.hardware

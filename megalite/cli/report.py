@@ -12,13 +12,20 @@ from megalite.errors import MegaliteError
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", parser=file, help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", parser=file, help="Run folders.")],
     out: Annotated[
         Path | None,
-        typer.Option(parser=file, help="The picture; default: RUN/loss.png, of several loss.png."),
+        typer.Option(
+            metavar="FILE",
+            parser=file,
+            help="The picture to write (default: RUN/loss.png; of several runs loss.png).",
+        ),
     ] = None,
 ) -> None:
-    """Show a run's losses and where its time went, or a table of several; draw their losses."""
+    """Print a run's losses and where its time went, or compare runs.
+
+    Draws the loss curves into a picture.
+    """
     from megalite.checks.packages import missing_package
     from megalite.record.figure import save
     from megalite.record.loss_figure import loss_figure

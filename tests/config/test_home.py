@@ -88,7 +88,7 @@ def test_another_users_home_that_is_not_there_is_refused(run_file: Path) -> None
         ("generate", "~/gone"),
         ("generate", ".", "--prompts=~/gone"),
         ("data", "inspect", "~/gone"),
-        ("data", "merge", "~/out", "~/gone"),
+        ("data", "merge", "~/gone", "--out=~/out"),
         ("data", "prepare", "~/gone", "--out=~/out", "--vocab-size=300"),
         ("data", "prepare", "builtin", "--out=~/out", "--tokenizer=~/gone"),
         ("data", "tokenizer", "~/gone", "--out=~/out", "--vocab-size=300"),

@@ -45,7 +45,7 @@ def test_merge_equals_one_run_over_the_concatenation(tmp_path: Path) -> None:
         part = write_lines(tmp_path / f"{first}.jsonl", TEXTS[first:stop])
         names.append(str(tmp_path / f"part{first}"))
         prepare(part, names[-1], tokenizer=model, num_workers=1)
-    result = CliRunner().invoke(app, ["merge", str(tmp_path / "out"), *names])
+    result = CliRunner().invoke(app, ["merge", *names, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "30 documents of 3 datasets" in result.output
     assert pair(tmp_path / "out") == pair(tmp_path / "whole")

@@ -1,1 +1,1 @@
-"""`megalite data`: prepare, inspect, merge, train-tokenizer."""
+"""`megalite data`: prepare, tokenizer, inspect, merge."""

@@ -17,17 +17,24 @@ BAR_CHARS = 40
 
 def inspect(
     prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", parser=path, help="A dataset: PREFIX.bin, .idx.")
+        str,
+        typer.Argument(metavar="PREFIX", parser=path, help="A dataset, PREFIX.bin and PREFIX.idx."),
     ],
     tokenizer: Annotated[
         str | None,
-        typer.Option(parser=path, help="Sentencepiece model to decode with (default: its own)."),
+        typer.Option(
+            metavar="FILE",
+            parser=path,
+            help="Sentencepiece model to decode with (default: its own).",
+        ),
     ] = None,
-    documents: Annotated[int, typer.Option(help="How many documents to show.")] = 3,
-    tokens: Annotated[int, typer.Option(help="How much of each to show.")] = 64,
+    documents: Annotated[int, typer.Option(metavar="N", help="Documents to print.")] = 3,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each to print.")] = 64,
 ) -> None:
-    """Show counts, lengths and first documents of a dataset, and check it. Exit code 2 if it is
-    damaged or not what its sidecar says."""
+    """Print a dataset's counts, lengths and documents; verify it.
+
+    Exit code 2 if it is damaged or not what its sidecar says.
+    """
     from megalite.data.inspection import inspect_dataset
     from megalite.errors import DataError
 

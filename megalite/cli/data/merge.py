@@ -6,24 +6,22 @@ from typing import Annotated
 
 import typer
 
+from megalite.cli.data.source import Out, Overwrite
 from megalite.cli.options import path
 
 
 def merge(
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", parser=path, help="PREFIX of the files to make.")
-    ],
     prefixes: Annotated[
         list[str],
-        typer.Argument(
-            metavar="PREFIX...", parser=path, help="Datasets, in the order to join them."
-        ),
+        typer.Argument(metavar="PREFIX", parser=path, help="Datasets, in the order to join them."),
     ],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a dataset of this name.")
-    ] = False,
+    out: Out,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Join datasets of the same tokenizer: the files that one run over all the text would make."""
+    """Join datasets of the same tokenizer.
+
+    Makes the files that preparing all of their text at once would make.
+    """
     from megalite.corpus.merge import merge as run
 
     made = run(out, prefixes, overwrite)

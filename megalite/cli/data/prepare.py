@@ -13,6 +13,8 @@ from megalite.cli.data.source import (
     Key,
     MaxBytes,
     OnBad,
+    Out,
+    Overwrite,
     Source,
     Suffix,
     left_out,
@@ -20,31 +22,41 @@ from megalite.cli.data.source import (
     unknown,
 )
 from megalite.cli.data.tokenizer import ModelTypeName, tokenizer, training
-from megalite.cli.options import path
+from megalite.cli.options import Group, Verb, path
 
 if TYPE_CHECKING:
     from megalite.corpus.prepare import PrepareReport
 
 _OTHER_OPTIONS = "restarted  what an interrupted run with other options had done was dropped"
 
-app = typer.Typer(help="Make token datasets, look at them, join them.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Group,
+    help="Prepare, inspect and merge token datasets; train tokenizers.",
+    no_args_is_help=True,
+)
 
 
-@app.command()
+@app.command(cls=Verb)
 def prepare(
     source: Source,
-    out: Annotated[
-        str, typer.Option(parser=path, help="PREFIX of the .bin, .idx and .json files.")
-    ],
+    out: Out,
     tokenizer: Annotated[
         str | None,
-        typer.Option(parser=path, help="Sentencepiece model to use; or train one: --vocab-size."),
+        typer.Option(
+            metavar="FILE",
+            parser=path,
+            help="Sentencepiece model to use; --vocab-size trains one instead.",
+        ),
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Train a tokenizer of this size, saved as PREFIX.model.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Train a tokenizer of this many entries, saved as PREFIX.model."
+        ),
     ] = None,
     model_type: Annotated[
-        ModelTypeName | None, typer.Option(help="Kind of tokenizer to train (default: bpe).")
+        ModelTypeName | None,
+        typer.Option(metavar="bpe|unigram", help="Kind of tokenizer to train (default: bpe)."),
     ] = None,
     key: Key = "text",
     on_bad: OnBad = None,
@@ -53,24 +65,28 @@ def prepare(
     encoding: Encoding = "utf-8",
     workers: Annotated[
         int | None,
-        typer.Option(help="Encoding processes (default: CPUs); the result is the same for any."),
+        typer.Option(
+            metavar="N",
+            help="Processes that encode (default: the CPUs); any N makes the same files.",
+        ),
     ] = None,
     max_unknown: Annotated[
         float,
-        typer.Option(help="Largest share of the text that may become unknown ids; 1: any."),
+        typer.Option(
+            metavar="SHARE", help="Largest share of the text that may become unknown ids; 1: any."
+        ),
     ] = 0.01,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a dataset of this name.")
-    ] = False,
+    overwrite: Overwrite = False,
     go_on: Annotated[
         bool,
-        typer.Option("--continue/--restart", help="Use or drop what an interrupted run has done."),
+        typer.Option("--continue/--restart", help="Use or drop the work of an interrupted run."),
     ] = True,
 ) -> None:
-    """Tokenise text into PREFIX.bin and PREFIX.idx, one end-of-document id per document.
+    """Tokenise documents into PREFIX.bin and PREFIX.idx.
 
-    Interrupted, or stopped by a bad document, it keeps what is done in PREFIX.unfinished, and the
-    same command goes on from there. Exit code: 0 made, 2 refused or failed, 75 interrupted.
+    Each document ends with the end-of-document id. Interrupted, or stopped by a bad document, it
+    keeps what is done in PREFIX.unfinished, and the same command continues from there. Exit codes:
+    0 made, 2 refused or failed, 75 interrupted.
     """
     from megalite.cli.interrupt import interruptible
     from megalite.cli.progress import ProgressBar
@@ -100,9 +116,9 @@ def prepare(
         typer.echo(line)
 
 
-app.command()(tokenizer)
-app.command()(inspect)
-app.command()(merge)
+app.command(cls=Verb)(tokenizer)
+app.command(cls=Verb)(inspect)
+app.command(cls=Verb)(merge)
 
 
 def summary(report: PrepareReport) -> list[str]:

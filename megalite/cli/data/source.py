@@ -1,4 +1,4 @@
-"""The options of `data prepare` and `data tokenizer` about their source, and lines about it."""
+"""Options that several verbs of `megalite data` take, and lines about their source."""
 
 from __future__ import annotations
 
@@ -24,29 +24,48 @@ class PolicyName(StrEnum):
 Source = Annotated[
     str,
     typer.Argument(
+        metavar="SOURCE",
         parser=path,
         help="Folder of text, JSONL or parquet files, one such file (.jsonl, .jsonl.gz, "
         ".jsonl.zst, .parquet, .txt, ...), or the word builtin: this Python's standard library.",
     ),
 ]
-Key = Annotated[str, typer.Option(help="JSONL key or column that holds the text.")]
+Out = Annotated[
+    str,
+    typer.Option(
+        metavar="PREFIX", parser=path, help="The dataset to make: PREFIX.bin, .idx and .json."
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace existing files of this name.")
+]
+Key = Annotated[
+    str, typer.Option(metavar="NAME", help="JSONL key or parquet column that holds the text.")
+]
 OnBad = Annotated[
     PolicyName | None,
     typer.Option(
+        metavar="fail|skip",
         help="Bad documents: fail at the first (default), or skip and count them "
-        "(default for builtin)."
+        "(default for builtin).",
     ),
 ]
-MaxBytes = Annotated[int | None, typer.Option(help="Stop after this many bytes of text.")]
+MaxBytes = Annotated[
+    int | None, typer.Option(metavar="N", help="Stop after this many bytes of text.")
+]
 Suffix = Annotated[
     list[str] | None,
     typer.Option(
-        help="Which files of a folder; may be repeated (default: JSONL and parquet, or text where "
-        "there are none)."
+        metavar="SUFFIX",
+        help="Files of a folder to read, such as .txt; may be repeated (default: JSONL and "
+        "parquet, or text where there are none).",
     ),
 ]
 Encoding = Annotated[
-    str, typer.Option(help="Encoding of text and JSONL, such as cp1252, latin-1, utf-16.")
+    str,
+    typer.Option(
+        metavar="NAME", help="Encoding of text and JSONL, such as cp1252, latin-1, utf-16."
+    ),
 ]
 
 

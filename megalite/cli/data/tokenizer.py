@@ -12,6 +12,7 @@ from megalite.cli.data.source import (
     Key,
     MaxBytes,
     OnBad,
+    Overwrite,
     Source,
     Suffix,
     left_out,
@@ -33,11 +34,16 @@ class ModelTypeName(StrEnum):
 def tokenizer(
     source: Source,
     out: Annotated[
-        str, typer.Option(parser=path, help="The file to write, such as data/tokenizer.model.")
+        str,
+        typer.Option(
+            metavar="FILE", parser=path, help="The model to write, such as data/tokenizer.model."
+        ),
     ],
-    vocab_size: Annotated[int, typer.Option(help="Entries, with 4 control ids and 256 bytes.")],
+    vocab_size: Annotated[
+        int, typer.Option(metavar="N", help="Entries, with 4 control ids and 256 bytes.")
+    ],
     model_type: Annotated[
-        ModelTypeName, typer.Option(help="Kind of tokenizer.")
+        ModelTypeName, typer.Option(metavar="bpe|unigram", help="Kind of tokenizer to train.")
     ] = ModelTypeName.bpe,
     key: Key = "text",
     on_bad: OnBad = None,
@@ -45,14 +51,16 @@ def tokenizer(
     suffix: Suffix = None,
     encoding: Encoding = "utf-8",
     sample_bytes: Annotated[
-        int | None, typer.Option(help="Train on an even sample of so much text.")
+        int | None,
+        typer.Option(metavar="N", help="Train on an even sample of this many bytes of text."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file of this name.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Train a tokenizer that gives any text back: bytes for rare characters, no control ids from
-    text. Other datasets can then be prepared with the same one (prepare --tokenizer)."""
+    """Train a tokenizer without making a dataset.
+
+    It gives any text back: rare characters become bytes, and no text becomes a control id.
+    Datasets are prepared with it by `data prepare --tokenizer`.
+    """
     from megalite.cli.interrupt import interruptible
     from megalite.cli.progress import ProgressBar
     from megalite.corpus.prepare_tokenizer import make_tokenizer
