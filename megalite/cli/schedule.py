@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from megalite.cli.options import file
+from megalite.cli.options import Gpus, complete_setting, file, is_setting
+from megalite.cli.options import path as as_path
 from megalite.errors import ScheduleError, cannot_write
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
 from megalite.schedules.catalogue import FAMILY, SCHEDULES
@@ -28,71 +29,110 @@ from megalite.schedules.view.draw_text import Cell, draw_text, plain
 from megalite.schedules.view.style import STYLES, Unit
 from megalite.schedules.view.trace import Measured, chrome_trace, read_trace
 
-_File = Annotated[Path | None, typer.Option(parser=file, help="Write it to this file.")]
+
+def _to_file(what: str) -> Any:
+    """An option that names the file to write."""
+    return typer.Option(metavar="FILE", parser=file, help=f"Write {what} to FILE.")
+
+
+def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: the schedules that begin so, and with --config the settings."""
+    names = [name for name in (*SCHEDULES, AUTO, FILE) if name.startswith(incomplete)]
+    return names + (complete_setting(incomplete) if ctx.params.get("config") else [])
 
 
 def schedule(
     ctx: typer.Context,
-    names: Annotated[
+    words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Schedules; auto: the best; file:PATH: a CSV."),
+        typer.Argument(
+            metavar="NAME|SECTION.KEY=VALUE",
+            help="Schedules (auto: the best; file:PATH: a CSV), and settings that replace "
+            "those of --config.",
+            autocompletion=_complete,
+        ),
     ] = None,
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
+    stages: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline ranks.")] = 4,
     chunks: Annotated[
-        int | None, typer.Option(min=1, help="Model chunks per rank; default: 1 or 2 by name.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Model chunks per rank (default: 1 or 2, by schedule)."
+        ),
     ] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step.")] = 8,
-    f: Annotated[float, typer.Option(min=1e-9, help="Time of a rank's forward.")] = 1.0,
-    b: Annotated[float, typer.Option(min=1e-9, help="... of its input gradient.")] = 1.0,
-    w: Annotated[float, typer.Option(min=1e-9, help="... of its weight gradient.")] = 1.0,
-    comm: Annotated[float, typer.Option(min=0.0, help="Time of a hop between ranks.")] = 0.0,
+    microbatches: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Microbatches per step.")
+    ] = 8,
+    f: Annotated[
+        float, typer.Option(min=1e-9, metavar="TIME", help="Time of a rank's forward.")
+    ] = 1.0,
+    b: Annotated[
+        float, typer.Option(min=1e-9, metavar="TIME", help="Time of its input gradient.")
+    ] = 1.0,
+    w: Annotated[
+        float, typer.Option(min=1e-9, metavar="TIME", help="Time of its weight gradient.")
+    ] = 1.0,
+    comm: Annotated[
+        float, typer.Option(min=0.0, metavar="TIME", help="Time of a hop between ranks.")
+    ] = 0.0,
     memory: Annotated[
-        float | None, typer.Option(help="For auto: most activations a rank may hold.")
+        float | None,
+        typer.Option(metavar="N", help="For auto: most activations that a rank may hold."),
     ] = None,
     recomputed: Annotated[
         bool, typer.Option("--recompute", help="Run each forward again before its backward.")
     ] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="A table of all NAMEs.")] = False,
-    unit: Annotated[float | None, typer.Option(help="Time of a column of the picture.")] = None,
-    svg: _File = None,
-    html: _File = None,
-    png: _File = None,
-    trace: _File = None,
-    csv: _File = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print a table of the schedules (default: all).")
+    ] = False,
+    unit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TIME", help="Time of a column of the picture (default: the shortest action)."
+        ),
+    ] = None,
+    svg: Annotated[Path | None, _to_file("the picture, as SVG,")] = None,
+    html: Annotated[Path | None, _to_file("the picture, as a page that zooms,")] = None,
+    png: Annotated[Path | None, _to_file("the picture, as PNG,")] = None,
+    trace: Annotated[Path | None, _to_file("the time line, as a trace for Perfetto,")] = None,
+    csv: Annotated[Path | None, _to_file("the schedule, as a CSV that file:PATH reads,")] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="A run's config: its stages, their modelled times, its schedule."),
+        typer.Option(
+            metavar="CONFIG",
+            parser=as_path,
+            help="A run's TOML file: its stages, their modelled times, its schedule.",
+        ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of --config; repeatable."),
-    ] = None,
+    gpus: Gpus = None,
     from_run: Annotated[
         Path | None,
-        typer.Option(parser=file, help="A run folder: its recorded step beside the simulated one."),
+        typer.Option(
+            metavar="RUN",
+            parser=file,
+            help="A run folder: its recorded step beside the simulated one.",
+        ),
     ] = None,
 ) -> None:
-    """Draw a pipeline schedule, or compare several: bubble, memory, messages.
+    """Draw and compare pipeline schedules.
 
-    The picture is written as an SVG, a page that zooms or a PNG, the time line as a trace for
-    Perfetto, and the schedule as a CSV, which file:PATH reads.
+    Without arguments it lists the schedules. One is drawn with its bubble and memory; several are
+    compared.
     """
     given = {"svg": svg, "html": html, "trace": trace, "csv": csv, "png": png}
     files = {kind: path for kind, path in given.items() if path is not None}
+    settings = [word for word in words or [] if is_setting(word)]
+    names = [word for word in words or [] if not is_setting(word)]
 
     # A run or a config determines sizes and times, so options that would change them are refused.
     if from_run is not None:
-        if names or compare or config is not None:
-            raise ScheduleError(
-                "--from-run shows the schedule of the run; give no NAME and no --config with it"
-            )
+        _require_none_of(ctx, "--from-run", *_SIZES, "words", "compare", "config", "gpus")
         return _show_run(from_run, unit, files)
     if config is not None:
-        _require_none_of(ctx, "stages", "chunks", "microbatches", "f", "b", "w", "comm")
-        _require_none_of(ctx, "memory", "recomputed")
-        shown = _of_config(config, overrides or [], names or [], compare)
-    elif overrides:
-        raise ScheduleError("--set changes a setting of --config; give both, or neither")
+        _require_none_of(ctx, "--config", *_SIZES)
+        shown = _of_config(config, settings, gpus, names, compare)
+    elif settings or gpus is not None:
+        given_word = settings[0] if settings else f"--gpus={gpus}"
+        raise ScheduleError(f"{given_word} changes the run of --config; give both, or neither")
     elif not names and not compare:
         return typer.echo(_catalogue())
     else:
@@ -144,14 +184,19 @@ class _Shown:
         return 2 * self.schedule.m * crossings
 
 
-def _require_none_of(ctx: typer.Context, *options: str) -> None:
-    for option in options:
-        source = ctx.get_parameter_source(option)
-        if source is not None and source.name == "COMMANDLINE":
-            flag = {"recomputed": "recompute"}.get(option, option)
+# The parameters that a config or a run determines.
+_SIZES = ("stages", "chunks", "microbatches", "f", "b", "w", "comm", "memory", "recomputed")
+
+
+def _require_none_of(ctx: typer.Context, source: str, *names: str) -> None:
+    """Refuse parameters that the user gave beside `source`, which determines them itself."""
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(param.name or "")
+        if param.name in names and given is not None and given.name == "COMMANDLINE":
+            word = param.opts[0] if param.param_type_name == "option" else f"{param.metavar}"
+            remedy = ", or change the config by SECTION.KEY=VALUE" if source == "--config" else ""
             raise ScheduleError(
-                f"--{flag} has no effect with --config, which says it itself; take it out, or "
-                "change the config with --set"
+                f"{word} has no effect with {source}, which determines it; take it out{remedy}"
             )
 
 
@@ -189,11 +234,13 @@ def _build(
     return _Shown(name, built, simulate(built, durations), unit)
 
 
-def _of_config(path: str, overrides: list[str], names: list[str], compare: bool) -> list[_Shown]:
+def _of_config(
+    path: str, settings: list[str], gpus: int | None, names: list[str], compare: bool
+) -> list[_Shown]:
     """A run's schedule, or others in its place; prints the run's stages and work."""
     from megalite.cli.schedule_config import plan_of, stage_lines
 
-    plan = plan_of(path, overrides)
+    plan = plan_of(path, settings, gpus)
     for line in stage_lines(plan):
         typer.echo(line)
     every = compare and not names
@@ -296,7 +343,12 @@ def _comparison(shown: Sequence[_Shown]) -> list[str]:
 
 
 def _print_picture(schedule: Schedule, timeline: Timeline, unit: float | None) -> None:
-    rows = draw_text(schedule, timeline, unit)
+    try:
+        rows = draw_text(schedule, timeline, unit)
+    except ScheduleError as error:
+        if unit is not None:
+            raise
+        return typer.echo(f"no picture here: {error} (--unit, --svg, --html)")
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -52,19 +52,18 @@ def test_the_work_is_that_of_the_layers_and_the_head() -> None:
 
 
 def test_a_v_places_the_last_stage_beside_the_first() -> None:
-    found = lines("--set", "pipeline.schedule=zb-v")
+    found = lines("pipeline.schedule=zb-v")
     assert [line.split()[1] for line in found[1:5]] == ["0", "1", "1", "0"]
 
 
 def test_the_busiest_of_more_than_two_ranks_is_the_one_with_the_head() -> None:
-    changes = ("parallel.pp=4", "parallel.vpp=1", "pipeline.schedule=1f1b")
-    found = lines(*(word for change in changes for word in ("--set", change)))
+    found = lines("parallel.pp=4", "parallel.vpp=1", "pipeline.schedule=1f1b")
     shares = [line.split()[3] for line in found[1:5]]
     assert found[5].endswith(f"the busiest rank has {shares[3]}")
 
 
 def test_all_that_fit_are_compared_on_the_runs_own_times() -> None:
-    table = lines("--compare", "--set", "train.global_batch=16")
+    table = lines("--compare", "train.global_batch=16")
     names = [line.split()[0] for line in table[7:]]
     assert {"interleaved", "zb-v"} <= set(names)
     assert "1f1b" not in names  # has one chunk
@@ -79,7 +78,40 @@ def test_those_that_do_not_fit_are_named() -> None:
 
 def test_what_says_it_twice_is_refused() -> None:
     assert "--stages has no effect with --config" in refused("--config", CONFIG, "--stages", "4")
-    assert "--set changes a setting of --config" in refused("zb-v", "--set", "parallel.pp=2")
-    assert "no --config with it" in refused("--config", CONFIG, "--from-run", "x")
-    assert "unknown key" in refused("--config", CONFIG, "--set", "parallel.pq=2")
+    assert "parallel.pp=2 changes the run of --config" in refused("zb-v", "parallel.pp=2")
+    assert "--gpus=8 changes the run of --config" in refused("zb-v", "--gpus", "8")
+    assert "--config has no effect with --from-run" in refused(
+        "--config", CONFIG, "--from-run", "x"
+    )
+    assert "--gpus has no effect with --from-run" in refused("--from-run", "x", "--gpus", "8")
+    assert "NAME|SECTION.KEY=VALUE has no effect with" in refused("zb-v", "--from-run", "x")
+    assert "unknown key" in refused("--config", CONFIG, "parallel.pq=2")
     assert "is unknown" in refused("--config", CONFIG, "zb-w")
+    assert "write parallel.pp=VALUE" in refused("--config", CONFIG, "--parallel.pp=2")
+
+
+def test_the_equals_sign_in_a_schedules_name_makes_it_no_setting() -> None:
+    done = CliRunner().invoke(app, ["schedule", "family:f=1,lag=2", "--stages", "2"])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("family:f=1,lag=2: 2 ranks")
+
+
+def test_gpus_leave_each_replica_its_share_of_the_batch() -> None:
+    config = str(ROOT / "configs" / "runs" / "llama-8b-64gpu.toml")
+    alone, shared = (
+        CliRunner().invoke(app, ["schedule", "--config", config, *more]).output
+        for more in ((), ("--gpus", "64"))
+    )
+    assert "2 ranks x 4 chunks, 512 microbatches" in alone
+    assert "2 ranks x 4 chunks, 128 microbatches" in shared
+
+
+def test_a_picture_too_wide_for_text_leaves_the_numbers_and_the_options() -> None:
+    arguments = ["schedule", "1f1b", "--microbatches", "2000"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0
+    title, advice = done.output.splitlines()
+    assert title.startswith("1f1b: 4 ranks x 1 chunks, 2000 microbatches; step 6009, bubble ")
+    assert advice.startswith("no picture here: the picture would be 6009 columns wide, 2000 are ")
+    assert advice.endswith("(--unit, --svg, --html)")
+    assert refused(*arguments[1:], "--unit", "1").startswith("error: the picture would be 6009 ")
