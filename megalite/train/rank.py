@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from megalite.config import RunConfig
-from megalite.distributed.agree import PeerFailedError, require_same_config
+from megalite.distributed.agree import PeerFailedError
+from megalite.distributed.equality import require_same_config
 from megalite.distributed.mesh import Mesh
 from megalite.errors import MegaliteError, exit_code
 from megalite.layout.topology import Topology

@@ -16,7 +16,7 @@ from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset, TokenSpan
 from megalite.data.fingerprint import Identity
 from megalite.data.inputs import open_dataset, split_source, whole_set
-from megalite.distributed.agree import all_equal
+from megalite.distributed.equality import all_equal
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
 

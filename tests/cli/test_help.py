@@ -82,7 +82,8 @@ def test_the_verbs_are_listed_in_the_order_of_their_use() -> None:
 
 @pytest.mark.parametrize(("verb", "line"), LINES)
 def test_examples_are_read_by_the_verb_whose_page_they_are_on(verb: str, line: str) -> None:
-    command, context, arguments = get_command(app), None, arguments_of(line)
+    command: Any = get_command(app)
+    context, arguments = None, arguments_of(line)
     called = []
     while True:
         context = command.make_context(command.name, arguments, parent=context)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,22 @@ def as_json(*arguments: object) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.output)
     return found
+
+
+@pytest.mark.parametrize("what", ["run", "run/checkpoints/latest", "data"])
+def test_nothing_that_is_described_needs_torch(folder: Path, what: str) -> None:
+    code = f"""
+import sys
+sys.argv = ["megalite", "info", {str(folder / what)!r}]
+from megalite.cli.main import main
+try:
+    main()
+except SystemExit as stop:
+    print("EXIT", stop.code, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "EXIT 0 False", done.stderr
+    assert ("verified" in done.stdout) == (what != "data")
 
 
 @pytest.mark.long

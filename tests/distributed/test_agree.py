@@ -19,8 +19,8 @@ from megalite.distributed.agree import (
     Ranks,
     on_all_ranks,
     on_first_rank,
-    require_same_config,
 )
+from megalite.distributed.equality import require_same_config
 from megalite.errors import EXIT_SAVED, CheckpointError, ConfigError, DataError
 from megalite.record.records import lock_folder, read_metrics
 from megalite.train.run_data import open_data

@@ -15,7 +15,7 @@ from megalite.checkpoint.shard_file import read_shard
 from megalite.config import RunConfig, TrainConfig
 from megalite.config.names import keys
 from megalite.config.resume import HORIZON, accepted, may_change
-from megalite.distributed.agree import require_same_config
+from megalite.distributed.equality import require_same_config
 from megalite.errors import ConfigError, MegaliteError
 from megalite.run.batch_plan import BatchStage, batch_plan
 from megalite.train.changes import changed_settings
