@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,15 +100,24 @@ def generate(
         top_p=_TOP_P if top_p is None else top_p,
         seed=seed,
     )
-    completions = _continue(run, step, texts, tokens, sampling, ema, device)
+    continued = _continue(run, step, texts, tokens, sampling, ema, device)
 
-    # A single prompt is printed with its continuation; several become JSON lines for programs.
-    for text, (whole, completion) in zip(texts, completions, strict=True):
+    # A single prompt is printed with its continuation as it is made; several become JSON lines for
+    # programs, each when its text is whole.
+    for text, (start, pieces) in zip(texts, continued, strict=True):
         if prompts is None:
-            typer.echo(whole)
+            _print_as_made(pieces)
         else:
-            line = {"prompt": text, "completion": completion}
+            line = {"prompt": text, "completion": "".join(pieces)[len(start) :]}
             typer.echo(json.dumps(line, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
+
+
+def _print_as_made(pieces: Iterator[str]) -> None:
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    finally:
+        print(flush=True)  # interrupted, too: the message has a line of its own
 
 
 def _problems(
@@ -179,8 +189,11 @@ def _continue(
     sampling: Sampling,
     ema: bool,
     device: str,
-) -> list[tuple[str, str]]:
-    """For each text: the text with its continuation, and the continuation alone."""
+) -> list[tuple[str, Iterator[str]]]:
+    """For each text: the text as the tokenizer reads it, and the pieces of it and what follows.
+
+    Nothing is made before the pieces are asked for, but all texts have been checked.
+    """
     import dataclasses
 
     import torch
@@ -188,7 +201,7 @@ def _continue(
     from megalite.checkpoint.find import find_checkpoint
     from megalite.data.tokenizer import first_change
     from megalite.generate.generate import generate as sample
-    from megalite.generate.generate import load_model, load_tokenizer
+    from megalite.generate.generate import load_model, load_tokenizer, text_pieces
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: this torch sees no CUDA device; leave it out")
@@ -197,7 +210,7 @@ def _continue(
     tokenizer = load_tokenizer(config)
 
     # A seed of its own for each text: the same text gives the same continuation in any file.
-    completions = []
+    continued = []
     for index, text in enumerate(texts):
         ids = tokenizer.encode(text)
         if (decoded := tokenizer.decode(ids)) != text:
@@ -213,8 +226,5 @@ def _continue(
             eos_id=tokenizer.eos_id,
             num_ids=tokenizer.vocab_size,
         )
-
-        # Decoded together, because a character may consist of tokens of both parts.
-        whole = tokenizer.decode(ids + added)
-        completions.append((whole, whole[len(decoded) :]))
-    return completions
+        continued.append((decoded, text_pieces(tokenizer, ids, added)))
+    return continued

@@ -1,11 +1,14 @@
 """Text from a run's checkpoint of any layout, in one process.
 
-Reading order: `load_model`, then `generate`. Each token is one forward over
+Reading order: `load_model`, `generate`, then `text_pieces`. Each token is one forward over
 the context: nothing is cached from one token to the next, which suits models small enough to be
 tried on one device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 
@@ -72,7 +75,6 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
     return Tokenizer(config.data.tokenizer)
 
 
-@torch.no_grad()
 def generate(
     model: Transformer,
     prompt: list[int],
@@ -81,8 +83,8 @@ def generate(
     *,
     eos_id: int | None = None,
     num_ids: int | None = None,
-) -> list[int]:
-    """Up to `num_tokens` ids that continue `prompt`.
+) -> Iterator[int]:
+    """Up to `num_tokens` ids that continue `prompt`, each made when it is asked for.
 
     The context is the last `seq_length` tokens. Stops after `eos_id`; chooses only ids below
     `num_ids`, where the tokenizer has fewer than the model. Raises DataError for an empty prompt or
@@ -95,13 +97,43 @@ def generate(
             "use a text that is not empty, and the run's own tokenizer"
         )
 
+    return _ids(model, list(prompt), num_tokens, sampling or Sampling(), eos_id, num_ids)
+
+
+@torch.no_grad()
+def _ids(
+    model: Transformer,
+    tokens: list[int],
+    num_tokens: int,
+    sampling: Sampling,
+    eos_id: int | None,
+    num_ids: int | None,
+) -> Iterator[int]:
     # One generator for the whole text: the same seed gives the same draws.
-    sampling = sampling or Sampling()
     generator = sampling.generator()
-    tokens = list(prompt)
     for _ in range(num_tokens):
         context = torch.tensor(tokens[-model.seq_length :], device=model.context.device)
         tokens.append(sampling.pick(model.logits(context)[-1, :num_ids], generator))
+        yield tokens[-1]
         if tokens[-1] == eos_id:
             break
-    return tokens[len(prompt) :]
+
+
+def text_pieces(tokenizer: Tokenizer, prompt: list[int], ids: Iterable[int]) -> Iterator[str]:
+    """The text of `prompt` and then of `ids`, each piece as soon as no later id can change it.
+
+    Joined, the pieces are the text of all ids decoded together: a character may consist of tokens
+    of both parts, and the space that begins a text is left out.
+    """
+    tokens = list(prompt)
+    text, num_shown = "", 0
+    for more in chain([[]], ([token] for token in ids)):
+        tokens += more
+        text = tokenizer.decode(tokens)
+        # The bytes of an unfinished character are decoded as U+FFFD until the others are there.
+        settled = text.rstrip("\ufffd")
+        if len(settled) > num_shown:
+            yield settled[num_shown:]
+            num_shown = len(settled)
+    if text[num_shown:]:
+        yield text[num_shown:]

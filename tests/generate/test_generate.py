@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +20,9 @@ from typer.testing import CliRunner, Result
 
 from megalite.checkpoint.find import find_checkpoint
 from megalite.cli.main import app
+from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError, DataError
-from megalite.generate.generate import generate, load_model, load_tokenizer
+from megalite.generate.generate import generate, load_model, load_tokenizer, text_pieces
 from megalite.generate.sampling import Sampling
 from tests.corpus.kit import prepare
 from tests.pool import RankPool
@@ -78,6 +83,67 @@ def test_a_checkpoint_or_a_step_may_be_named(runs: Path) -> None:
     assert first.exit_code == 0, first.output
     named = invoke(runs / "tp2" / "checkpoints" / "step-00000001", *options)
     assert named.output == first.output
+    latest = invoke(runs / "tp2" / "checkpoints" / "latest", *options)
+    assert latest.output == invoke(runs / "tp2", "--step", 2, *options).output != first.output
+
+
+def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(runs: Path) -> None:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "megalite", "generate", runs / "tp2", "--prompt", "def f",
+         "--greedy", "--tokens", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert running.stdout is not None
+    begun = running.stdout.read(len("def f") + 3)  # returns only when so much is printed
+    assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    rest, stderr = running.communicate(timeout=120)
+    assert (running.returncode, stderr) == (130, b"error: interrupted\n")
+    whole = (begun + rest).decode()
+    assert whole.startswith("def f")
+    assert whole.endswith("\n")
+
+
+@pytest.fixture(scope="module", params=["own", "stock"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One that megalite trains, and one by the library's defaults, which begins with a space."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    text = "def f(x):\n\treturn x + 1\n"
+    (folder / "text.txt").write_text(text * 60)
+    if request.param == "own":
+        prepare(str(folder / "text.txt"), str(folder / "data"), vocab_size=VOCAB)
+        return Tokenizer(folder / "data.model")
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text.splitlines() * 60),
+        model_writer=content,
+        model_type="bpe",
+        vocab_size=VOCAB,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    return Tokenizer.from_bytes(content.getvalue(), "stock")
+
+
+@given(st.data())
+def test_pieces_of_text_never_change_what_was_printed(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    """For any ids: control ids, unfinished characters, several spaces, text that is U+FFFD."""
+    any_ids = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+    a_text = st.text(max_size=8).map(tokenizer.encode)
+    prompt, ids = (data.draw(st.one_of(any_ids, a_text)) for _ in range(2))
+    assert "".join(text_pieces(tokenizer, prompt, ids)) == tokenizer.decode(prompt + ids)
+
+
+def test_a_character_is_a_piece_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("f\u4e2d\U0001f600 x\ufffd")
+    pieces = list(text_pieces(tokenizer, [], ids))
+    joined = [piece for piece in pieces if piece in ("f", "\u4e2d", "\U0001f600")]
+    assert joined == ["f", "\u4e2d", "\U0001f600"]
+    assert "".join(pieces) == tokenizer.decode(ids)
 
 
 def test_the_average_of_the_weights_gives_a_text_of_its_own(runs: Path) -> None:
@@ -196,9 +262,9 @@ def test_without_a_tokenizer_it_is_refused_with_the_remedy(tmp_path: Path) -> No
 
 def test_it_stops_after_the_end_of_a_document(runs: Path) -> None:
     model, _ = load_model(find_checkpoint(runs / "tp2"))
-    first = generate(model, [5, 6], 8, Sampling(temperature=0))
+    first = list(generate(model, [5, 6], 8, Sampling(temperature=0)))
     assert len(first) == 8
-    stopped = generate(model, [5, 6], 8, Sampling(temperature=0), eos_id=first[0])
+    stopped = list(generate(model, [5, 6], 8, Sampling(temperature=0), eos_id=first[0]))
     assert stopped == first[:1]
     with pytest.raises(DataError, match="must give one or more below 400"):
         generate(model, [400], 1)
