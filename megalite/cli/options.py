@@ -128,11 +128,13 @@ class SettingsVerb(Verb):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`. Raises ConfigError for settings among the options, of any framework."""
-        from megalite.config.names import flag_problem
-
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        own.update(ctx.help_option_names)
         flags = [arg for arg in args if arg.startswith("--") and arg.partition("=")[0] not in own]
-        problems = [problem for flag in flags if (problem := flag_problem(flag))]
-        if problems:
-            raise ConfigError(problems)
+        if flags:
+            from megalite.config.names import flag_problem
+
+            problems = [problem for flag in flags if (problem := flag_problem(flag))]
+            if problems:
+                raise ConfigError(problems)
         return super().parse_args(ctx, args)

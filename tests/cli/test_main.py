@@ -82,6 +82,14 @@ def test_help_imports_nothing_heavy() -> None:
         assert f"\n  {verb} " in done.stdout
 
 
+def test_drawing_a_schedule_does_not_read_the_schema_of_settings() -> None:
+    code = megalite_in_python("schedule", "zb-v", "--stages", 4)
+    done = python(
+        f"{code}    print('megalite.config.schema' in sys.modules, 'torch' in sys.modules)"
+    )
+    assert done.stdout.splitlines()[-1] == "False False", done.stderr
+
+
 def test_config_mistakes_are_answered_without_torch(run_file: Path) -> None:
     done = python(megalite_in_python("train", run_file, "train.lr=1", "parallel.tp=1"))
     assert done.stdout.splitlines()[-1] == "EXIT 2 ['numpy', 'pydantic']", done.stderr
