@@ -4,6 +4,7 @@
     torchrun ... benchmarks/mfu.py CONFIG... --work W    one process a GPU, on any number of nodes
     srun ... python benchmarks/mfu.py CONFIG... --work W the same
 
+Settings (section.key=value) among the CONFIGs replace those of all of them.
 One JSON line a config and at last a markdown table, both on standard output of the first process;
 progress goes to standard error. The first steps are dropped, nothing is evaluated or saved, and the
 text is random tokens unless --data is given. A config that fails gives a row with its error, the
@@ -86,17 +87,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="a run's TOML file")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="CONFIG|SECTION.KEY=VALUE",
+        help="runs' TOML files, and settings that replace those of all of them",
+    )
     parser.add_argument("--local", action="store_true", help="start the processes here")
     parser.add_argument("--steps", type=int, default=20, help="steps that count (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="in all configs"
-    )
     parser.add_argument("--data", action="store_true", help="read the config's own data")
     parser.add_argument("--work", type=Path, help="shared folder for random tokens and records")
     parser.add_argument("--output", type=Path, help="JSON lines are added to this file, too")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    options.settings = [word for word in options.words if "=" in word]
+    options.configs = [word for word in options.words if "=" not in word]
+    if not options.configs:
+        parser.error("give the TOML file of a run, beside the settings")
     if options.steps < 1 or options.warmup < 0:
         parser.error("--steps must be at least 1 and --warmup at least 0")
     return options
@@ -113,7 +120,7 @@ def measure(
     result = folder / f"{index}.json"
     order = {
         "config": config,
-        "settings": options.set,
+        "settings": options.settings,
         "local": options.local,
         "steps": options.steps,
         "warmup": options.warmup,
@@ -143,7 +150,7 @@ def measure(
 def check(options: argparse.Namespace, launch: Launch, path: str) -> None:
     """Raise MegaliteError for a config that cannot be measured here: in no time, without torch."""
     world_size = None if options.local else launch.world_size
-    config = open_run(path, options.set, world_size).config
+    config = open_run(path, options.settings, world_size).config
     needed = Topology.of(config.parallel).world_size
     if not options.local and needed != launch.world_size:
         raise ConfigError(

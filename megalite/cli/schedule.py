@@ -74,7 +74,7 @@ def schedule(
     comm: Annotated[
         float, typer.Option(min=0.0, metavar="TIME", help="Time of a hop between ranks.")
     ] = 0.0,
-    memory: Annotated[
+    max_activations: Annotated[
         float | None,
         typer.Option(metavar="N", help="For auto: most activations that a rank may hold."),
     ] = None,
@@ -141,7 +141,13 @@ def schedule(
         ]
         times = {"f": f, "b": b, "w": w, "hop": comm}
         build_one = partial(
-            _build, p=stages, v=chunks, m=microbatches, times=times, limit=memory, again=recomputed
+            _build,
+            p=stages,
+            v=chunks,
+            m=microbatches,
+            times=times,
+            limit=max_activations,
+            again=recomputed,
         )
         shown = [build_one(name) for name in names or fit]
     _show(shown, compare, unit, files)
@@ -185,7 +191,17 @@ class _Shown:
 
 
 # The parameters that a config or a run determines.
-_SIZES = ("stages", "chunks", "microbatches", "f", "b", "w", "comm", "memory", "recomputed")
+_SIZES = (
+    "stages",
+    "chunks",
+    "microbatches",
+    "f",
+    "b",
+    "w",
+    "comm",
+    "max_activations",
+    "recomputed",
+)
 
 
 def _require_none_of(ctx: typer.Context, source: str, *names: str) -> None:

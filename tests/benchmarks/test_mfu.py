@@ -89,14 +89,19 @@ def test_configs_are_measured_here_and_one_that_fails_does_not_stop_the_others(
     assert not list(tmp_path.rglob("step-*")), "no checkpoint is written"
 
 
-def test_a_process_that_dies_is_a_row_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def mfu_module() -> Any:
     spec = importlib.util.spec_from_file_location("mfu", ROOT / "benchmarks" / "mfu.py")
     assert spec is not None
     assert spec.loader is not None
     mfu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mfu)
+    return mfu
+
+
+def test_a_process_that_dies_is_a_row_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mfu = mfu_module()
     dies = tmp_path / "dies.py"
     dies.write_text("raise MemoryError('out of memory')")
     monkeypatch.setattr(mfu, "_RUN", dies)
@@ -129,3 +134,13 @@ def test_ranks_of_a_launcher_need_a_folder_that_they_share(tmp_path: Path) -> No
     )
     assert done.returncode == 2
     assert "give --work a folder that all of them share" in done.stderr
+
+
+def test_settings_stand_among_configs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    mfu = mfu_module()
+    options = mfu.parse(["a.toml", "--local", "parallel.dp=1", "b.toml", "train.seed=2"])
+    assert options.configs == ["a.toml", "b.toml"]
+    assert options.settings == ["parallel.dp=1", "train.seed=2"]
+    with pytest.raises(SystemExit):
+        mfu.parse(["parallel.dp=1"])
+    assert "give the TOML file of a run" in capsys.readouterr().err

@@ -68,14 +68,13 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
             "--nnodes=8 --nproc-per-node=8": "--nnodes=1 --nproc-per-node=2",
             "$HEAD_NODE:29500": "localhost:0",
             "runs/llama-8b-64gpu.toml": "quickstart.toml --warmup 1 --steps 1"
-            + "".join(f" --set {setting}" for setting in _SERIAL_PIPELINE.split()),
+            + "".join(f" {setting}" for setting in _SERIAL_PIPELINE.split()),
         },
         "",
     ),
-    "python benchmarks/mfu.py configs/quickstart.toml --local --set parallel.dp=1 --warmup 1 "
-    "--steps 3": (
+    "python benchmarks/mfu.py configs/quickstart.toml --local parallel.dp=1 --warmup 1 --steps 3": (
         {"--steps 3": "--steps 1"},
-        "--set parallel.tp=1 --set parallel.sequence_parallel=false",
+        "parallel.tp=1 parallel.sequence_parallel=false",
     ),
     # docs/kernels.md
     "TRITON_INTERPRET=1 megalite train configs/quickstart.toml --local kernels.backend=interpret": (
