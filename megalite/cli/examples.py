@@ -5,15 +5,15 @@ from __future__ import annotations
 EXAMPLES = {
     "": (
         "megalite doctor",
-        "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000",
         "megalite train quickstart --local",
         "megalite report runs/quickstart",
+        'megalite generate runs/quickstart --prompt "def read_"',
     ),
     "train": (
         "megalite train quickstart --local",
-        "megalite train configs/quickstart.toml --local --name wide parallel.dp=1 train.steps=60",
-        "megalite train configs/quickstart.toml --print-config optimizer.lr=1e-3",
-        "torchrun --nproc-per-node=8 --no-python megalite train configs/quickstart.toml",
+        "megalite train quickstart --local --name wide parallel.dp=1 train.steps=60",
+        "megalite train quickstart --print-config optimizer.lr=1e-3",
+        "torchrun --nproc-per-node=8 --no-python megalite train quickstart",
     ),
     "data": (
         "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000",
@@ -39,9 +39,9 @@ EXAMPLES = {
     ),
     "configs": ("megalite configs", "megalite configs quickstart"),
     "plan": (
-        "megalite plan configs/quickstart.toml",
-        "megalite plan configs/runs/llama-8b-64gpu.toml --gpus 64 --hardware h100",
-        "megalite plan configs/runs/llama-8b-64gpu.toml --hardware h100 train.micro_batch=2 --json",
+        "megalite plan quickstart",
+        "megalite plan llama-8b-64gpu --gpus 64 --hardware h100",
+        "megalite plan llama-8b-64gpu --hardware h100 train.micro_batch=2 --json",
     ),
     "report": (
         "megalite report runs/quickstart",
@@ -61,7 +61,7 @@ EXAMPLES = {
         "megalite schedule",
         "megalite schedule zb-v --stages 4 --microbatches 8",
         "megalite schedule --compare 1f1b zb-h1 zb-v",
-        "megalite schedule --config configs/quickstart.toml pipeline.schedule=zb-v",
+        "megalite schedule --config quickstart pipeline.schedule=zb-v",
     ),
     "doctor": ("megalite doctor", "megalite doctor --json"),
     "version": ("megalite version",),

@@ -100,7 +100,7 @@ def schedule(
         typer.Option(
             metavar="CONFIG",
             parser=as_path,
-            help="A run's TOML file: its stages, their modelled times, its schedule.",
+            help="A run's TOML file, or its name: its stages, their modelled times, its schedule.",
         ),
     ] = None,
     gpus: Gpus = None,
