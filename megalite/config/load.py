@@ -15,7 +15,7 @@ import json
 import re
 import tomllib
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from os.path import lexists, normpath, realpath
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from megalite.errors import ConfigError
 UNSET = ("none", "null")
 _NUMBERS = (1, 64)  # that every required setting takes, to stand in for a wrong one
 _LARGEST_EXPONENT = 18  # of numbers that are taken for integers
+_MOST_BITS = 64  # of a whole number; more would not fit a float, nor Python's limit of digits
 
 # Origins of values; the others are file names.
 DEFAULT, OVERRIDE, DERIVED = "default", "override", "derived"
@@ -97,11 +98,23 @@ class _Draft:
     def set_value(self, name: str, value: Any, origin: str) -> None:
         """Set a known key."""
         if isinstance(value, (datetime.date, datetime.time)):
-            self.problems.append(f"{name}={value} ({origin}): no setting is a date; quote a text")
+            self._refuse(name, f"{name}={value} ({origin}): no setting is a date; quote a text")
+            return
+        if (bits := _most_bits(value)) > _MOST_BITS:
+            self._refuse(
+                name,
+                f"{name} ({origin}) has a whole number of {bits} bits; use at most {_MOST_BITS}, "
+                f"that is {2**_MOST_BITS - 1}",
+            )
             return
         unset = keys()[name].optional and isinstance(value, str) and value.lower() in UNSET
         self.values[name] = None if unset else value
         self.origins[name] = origin
+
+    def _refuse(self, name: str, problem: str) -> None:
+        """Record a value that is none of any key; the key counts as given."""
+        self.problems.append(problem)
+        self.meant.add(name)
 
     def add_unknown(self, name: str, origin: str) -> None:
         """Record an unknown key as a problem, with the keys that it may have been meant to be."""
@@ -133,15 +146,37 @@ def read_toml(path: Path, what: str = "config") -> dict[str, Any]:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); TOML is UTF-8") from None
+    except ValueError as error:  # a zero byte, which a base may have
+        raise ConfigError(f"cannot read {what} {path}: {error} in its name") from None
     try:
         return tomllib.loads(text, parse_float=_number)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_syntax_line(path, text, str(error))) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{path}: lists or tables are nested too deeply to be read"
+        ) from None
+    except ValueError:  # of Python, which limits the digits
+        raise ConfigError(
+            f"{path}: a whole number has too many digits; use at most {2**_MOST_BITS - 1}"
+        ) from None
+
+
+def _most_bits(value: Any) -> int:
+    """The most bits of a whole number in a value, also within lists and tables."""
+    if isinstance(value, dict):
+        return _most_bits(list(value.values()))
+    if isinstance(value, list):
+        return max(map(_most_bits, value), default=0)
+    return value.bit_length() if isinstance(value, int) else 0
 
 
 def _number(text: str) -> int | float:
     """A TOML float; an integer if it is a whole number in exponent form."""
-    number = Decimal(text.replace("_", ""))
+    try:
+        number = Decimal(text.replace("_", ""))
+    except InvalidOperation:  # an exponent of more than 18 digits
+        return float(text)
     if "e" in text.lower() and number.adjusted() <= _LARGEST_EXPONENT and number % 1 == 0:
         return int(number)
     return float(number)
@@ -313,7 +348,7 @@ def _toml_or_text(raw: str) -> Any:
         return _number(raw)
     try:
         return tomllib.loads(f"value = {raw}", parse_float=_number)["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or beyond what Python reads
         return raw
 
 

@@ -118,6 +118,9 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         f"cannot read config {gone}: No such file or directory{hint} (the base that {run} names)"
     ]
     assert problems(tmp_path) == [f"cannot read config {tmp_path}: Is a directory"]
+    run = write(tmp_path, 'base = "\\u0000"\n' + MINIMAL)
+    (problem,) = problems(run)
+    assert problem.endswith(f"embedded null byte in its name (the base that {run} names)")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,34 @@ def test_toml_errors_name_file_and_line(tmp_path: Path, text: str, line: str, re
     (problem,) = problems(path)
     assert problem.startswith(f"{path}, {line}")
     assert reason in problem
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("9" * 5000, "{path}: a whole number has too many digits; use at most "
+         "18446744073709551615"),
+        ("[" * 3000 + "]" * 3000, "{path}: lists or tables are nested too deeply to be read"),
+        ("9" * 30, "train.steps ({path}) has a whole number of 100 bits; use at most 64, "
+         "that is 18446744073709551615"),
+        ("[{a = 0x1" + "0" * 5000 + "}]", "train.steps ({path}) has a whole number of 20001 bits; "
+         "use at most 64, that is 18446744073709551615"),
+        ("1e" + "9" * 30, "train.steps=inf ({path}) needs an integer"),
+        ("1e-" + "9" * 30, "train.steps=0.0 ({path}) needs an integer; write 0"),
+    ],
+)  # fmt: skip
+def test_numbers_and_lists_beyond_all_bounds_are_refused(
+    tmp_path: Path, value: str, reason: str
+) -> None:
+    path = write(tmp_path, MINIMAL.replace("steps = 3", f"steps = {value}"))
+    assert problems(path) == [reason.format(path=path)]
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000])
+def test_an_override_beyond_all_bounds_is_refused(minimal: Path, value: str) -> None:
+    assert problems(minimal, f"train.steps={value}") == [
+        f'train.steps="{value}" (override) needs an integer'
+    ]
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
