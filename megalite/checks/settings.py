@@ -288,7 +288,8 @@ def _fitting_micro_batch(global_batch: int, micro_batch: int, dp: int) -> str:
     if global_batch % dp:
         return ""
     share = global_batch // dp
-    return f", or train.micro_batch={max(d for d in range(1, micro_batch) if share % d == 0)}"
+    smaller = range(1, min(micro_batch, share + 1))  # a typing error may be of any size
+    return f", or train.micro_batch={max(d for d in smaller if share % d == 0)}"
 
 
 def _no_effect(config: RunConfig, origins: Origins | None) -> Iterator[str]:

@@ -144,6 +144,10 @@ def test_the_plain_config_is_valid() -> None:
         ({"model__head_dim": 1}, None,
          "model.head_dim=1 is odd, but rotary embedding turns pairs; use 2"),
         # batch
+        ({"train__global_batch": 8, "train__micro_batch": 10**18}, None,
+         "train.global_batch=8 is not divisible by train.micro_batch=1000000000000000000 x "
+         "parallel.dp=1 = 1000000000000000000; use train.global_batch=1000000000000000000, or "
+         "train.micro_batch=8"),
         ({"train__global_batch": 10, "train__micro_batch": 2, "parallel__dp": 2}, None,
          "train.global_batch=10 is not divisible by train.micro_batch=2 x parallel.dp=2 = 4; "
          "use train.global_batch=8 or 12, or train.micro_batch=1"),
