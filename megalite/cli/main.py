@@ -18,7 +18,7 @@ from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
-from megalite.cli.options import ConfigFile, Group, Settings, SettingsVerb, Verb
+from megalite.cli.options import ConfigFile, Group, Settings, SettingsVerb, Verb, refused_paths
 from megalite.cli.plan import plan
 from megalite.cli.report import report
 from megalite.cli.schedule import schedule
@@ -51,7 +51,8 @@ class _Megalite(Group):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with refused_paths():
+                return super().invoke(ctx)
         except MegaliteError as error:
             if ctx.params["traceback"]:
                 raise
@@ -129,7 +130,8 @@ def train(
     from megalite.process.launcher import is_first_on_host
 
     try:
-        _train(ctx, config, settings or [], local, name, accept or [], print_config)
+        with refused_paths():
+            _train(ctx, config, settings or [], local, name, accept or [], print_config)
     except MegaliteError:
         # The first process of a host prints for those that were started with it.
         if local or is_first_on_host():

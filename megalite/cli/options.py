@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +27,23 @@ def path(text: str) -> str:
 def file(text: str) -> Path:
     """The file that an option names, as a Path."""
     return Path(path(text))
+
+
+@contextmanager
+def refused_paths() -> Iterator[None]:
+    """Within it a path that the system refuses to look at is a ConfigError.
+
+    `Path.is_file` and the like are False for a path that is not there, but raise where a folder
+    above it may not be entered, or a name is too long.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+            raise
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}; get the right to it, or give another path"
+        ) from error
 
 
 def is_setting(text: str) -> bool:

@@ -153,9 +153,7 @@ def read_toml(path: Path, what: str = "config") -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_syntax_line(path, text, str(error))) from None
     except RecursionError:
-        raise ConfigError(
-            f"{path}: lists or tables are nested too deeply to be read"
-        ) from None
+        raise ConfigError(f"{path}: lists or tables are nested too deeply to be read") from None
     except ValueError:  # of Python, which limits the digits
         raise ConfigError(
             f"{path}: a whole number has too many digits; use at most {2**_MOST_BITS - 1}"

@@ -210,6 +210,35 @@ def test_a_config_that_is_no_toml_file_is_named(tmp_path: Path) -> None:
     )
 
 
+# A name of more bytes than a file can have is refused by the system, as is a path within a folder
+# that the user may not enter (which the user of a test, root, always may).
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train {config} data.path={long}",
+        "train {config} data.tokenizer={long}",
+        "train {config} out={long}",
+        "report {long}",
+        "info {long}",
+        "generate {long} --prompt a",
+        "data inspect {long}",
+        "data merge merged {long} {long}",
+        "data prepare {long} --out out --vocab-size 300",
+    ],
+)
+def test_a_path_that_the_system_refuses_gets_one_line(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = words.format(config=run_file, long="x" * 300).split(" ")
+    result = CliRunner().invoke(app, given)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {'x' * 300}")
+    assert result.stderr.endswith(
+        ": File name too long; get the right to it, or give another path\n"
+    )
+
+
 def test_a_file_of_another_framework_is_answered_key_by_key(tmp_path: Path) -> None:
     path = tmp_path / "titan.toml"
     path.write_text(
