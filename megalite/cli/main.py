@@ -217,4 +217,10 @@ def main() -> None:
 def _lines(error: MegaliteError) -> list[str]:
     problems = error.problems if isinstance(error, ConfigError) else str(error).splitlines()
     notes = getattr(error, "__notes__", ())
-    return [*(f"error: {problem}" for problem in problems), *(f"note: {note}" for note in notes)]
+    lines = [*(f"error: {problem}" for problem in problems), *(f"note: {note}" for note in notes)]
+    return [_printable(line) for line in lines]
+
+
+def _printable(line: str) -> str:
+    """A line with escapes for what could move a terminal's cursor, as keys of a file may."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)

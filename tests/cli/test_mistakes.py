@@ -210,6 +210,14 @@ def test_a_config_that_is_no_toml_file_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_key_that_could_move_the_cursor_is_shown_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN + '["\\u001b[2J\\n"]\nkey = 1\n')
+    result = CliRunner().invoke(app, ["train", str(path)])
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: unknown section [\\x1b[2J\\n] ({path}); ")
+
+
 # A name of more bytes than a file can have is refused by the system, as is a path within a folder
 # that the user may not enter (which the user of a test, root, always may).
 @pytest.mark.parametrize(
