@@ -83,7 +83,7 @@ class Corpus:
         try:
             "x".encode(self.encoding)  # not all codecs are of text
             self.encoding = codecs.lookup(self.encoding).name
-        except LookupError as error:
+        except (LookupError, UnicodeError) as error:
             raise DataError(
                 f"encoding={self.encoding!r}: {error}; give one that Python knows, such as cp1252, "
                 "latin-1, utf-16, shift_jis"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -493,8 +494,8 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
 
 def test_unknown_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x")
-    for encoding in ("utf-99", "base64"):
-        with pytest.raises(DataError, match=f"encoding='{encoding}': "):
+    for encoding in ("utf-99", "base64", "undefined", "\udcff"):
+        with pytest.raises(DataError, match=re.escape(f"encoding={encoding!r}: ")):
             open_corpus(str(tmp_path), encoding=encoding)
     with pytest.raises(DataError, match="no such file or folder"):
         open_corpus(str(tmp_path / "x"))
