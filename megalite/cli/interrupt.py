@@ -21,7 +21,11 @@ def interruptible(what: str, code: int) -> Iterator[None]:
     try:
         with SignalFlag("cleans up and leaves", interrupts=True) as flag:
             flag.listen()
-            yield
+            try:
+                yield
+            except KeyboardInterrupt:
+                flag.ignore()  # leaving may take a second, and `code` stays
+                raise
     except KeyboardInterrupt as error:
         typer.echo(f"error: interrupted; no {what} was made", err=True)
         for note in getattr(error, "__notes__", ()):

@@ -254,6 +254,30 @@ def test_a_second_signal_ends_at_once_whatever_has_the_main_thread(
         assert process.wait(60) == 128 + second
 
 
+# The interpreter's end takes a second where threads and workers are to be joined.
+LEAVING = """
+import os, signal, sys, typer
+from megalite.cli.interrupt import interruptible
+try:
+    with interruptible("dataset", 75):
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+except typer.Exit as leaving:
+    for name in sys.argv[1:]:
+        os.kill(os.getpid(), signal.Signals[name])
+    sys.exit(leaving.exit_code)
+"""
+
+
+def test_a_signal_after_the_cleanup_does_not_replace_the_exit_code() -> None:
+    command = [sys.executable, "-c", LEAVING, "SIGUSR1", "SIGINT", "SIGTERM", "SIGHUP"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (
+        75,
+        ["error: interrupted; no dataset was made"],
+    )
+
+
 def test_an_interrupted_training_of_a_tokenizer_says_that_nothing_was_made(source: Path) -> None:
     code = """
 import sys, time
