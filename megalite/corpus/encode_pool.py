@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -25,6 +26,7 @@ from megalite.corpus.documents import CorpusChunk
 from megalite.corpus.encoding import Encoded, Encoder
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
+from megalite.process.signals import CAUGHT
 
 HELD_BYTES = 64 << 20  # text of the chunks in memory, over all workers
 START = (
@@ -39,9 +41,15 @@ class Worker:
     def __init__(self, encoder: Encoder) -> None:
         command = [sys.executable, "-P", "-c", START, json.dumps(sys.path)]
         # In a process group of its own the keys and the end of a terminal reach the parent alone.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
-        )
+        # Slurm signals every process: blocked from its first moment, the worker leaves it to the
+        # parent to end it, whose message would otherwise be that a worker has died.
+        kept = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, kept)
         self._to = cast(IO[bytes], self._process.stdin)
         self._from = cast(IO[bytes], self._process.stdout)
         tokenizer = encoder.tokenizer

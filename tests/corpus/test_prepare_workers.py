@@ -483,6 +483,17 @@ def test_a_killed_worker_is_an_error_that_names_the_place(
     assert run(work, tmp_path / "out").num_kept_documents > 0
 
 
+def test_a_worker_leaves_signals_to_its_parent_from_its_first_moment(work: Path) -> None:
+    worker = Worker(Encoder(Tokenizer(work / "t.model"), "text", "skip"))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(worker._process.pid, number)
+    chunk = CorpusChunk("lines", b'{"text": "a"}\n', "f", 1)
+    assert worker.encode(chunk, False).entry.counts.corpus.num_documents == 1
+    worker._process.send_signal(signal.SIGTERM)
+    assert worker.encode(chunk, False).entry.counts.corpus.num_documents == 1
+    worker.stop()
+
+
 def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded by what is under way, in chunks and in bytes."""
     encoder = Encoder(Tokenizer(work / "t.model"), "text", "skip")
