@@ -6,7 +6,7 @@ Rank 0 opens it. On the other ranks, and before that, its methods do nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,6 +34,15 @@ class RunLog:
     def is_open(self) -> bool:
         return self._recorder is not None
 
+    def lock(self) -> None:
+        """Lock the run folder if there is one, so that no other run saves there from now on.
+
+        Raises ConfigError where it is in use or cannot be written.
+        """
+        if self._lock is None and self._folder.is_dir():
+            with self._writing():
+                self._lock = lock_folder(self._folder, self._console.print)
+
     def open(
         self, step: int, total_steps: int, first: dict[str, Any], lines: Sequence[str]
     ) -> None:
@@ -41,20 +50,26 @@ class RunLog:
 
         Raises ConfigError where the folder is in use or cannot be written.
         """
-        try:
+        with self._writing():
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self._folder, self._console.print)
+            self.lock()
             (self._folder / "config.toml").write_text(to_toml(self._config), encoding="utf-8")
             self._recorder = Recorder(self._folder, self._config, self._console.print)
             self._console.open_log(self._folder / "log.txt")
-        except OSError as error:
-            text = cannot_write(f"run folder {self._folder}", error, "change out or name")
-            raise ConfigError(text) from error
         kind = "run" if self._recorder.attempt == 1 else "restart"
         self._recorder.write(kind, step=step, **first)
         self._lines = StepLines(self._config, self._device, total_steps)
         for line in lines:
             self._console.print(line)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Within it an OSError is a ConfigError about the run folder."""
+        try:
+            yield
+        except OSError as error:
+            text = cannot_write(f"run folder {self._folder}", error, "change out or name")
+            raise ConfigError(text) from error
 
     def print(self, line: str) -> None:
         """A line for the console and log.txt."""

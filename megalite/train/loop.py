@@ -1,6 +1,6 @@
 """The training loop of one rank. Read this first; every line below runs on all ranks in lockstep.
 
-    run     go on from the newest checkpoint, open the run folder, train, leave with an exit code
+    run     lock the run folder, go on from the newest checkpoint, open the record, train, leave
     _train  steps, saves and evaluations until the last step, a signal or `stop_at`
     _step   data -> forward and backward -> verdict on the loss -> update -> agreement -> report
     _agree  one all-reduce at the step's end, after which all ranks have the same loss and signals
@@ -104,6 +104,8 @@ class Trainer:
         """Train to `train.steps` (or leave at `stop_at` as on a signal) and return an exit code."""
         try:
             with self.flag as flag:
+                # First: what another run saves after the newest checkpoint is found would be lost.
+                on_all_ranks(Ranks(self.mesh.world), self._lock)
                 self._resume()
                 # Only rank 0 writes, but no rank may train on where the folder cannot be written.
                 on_all_ranks(Ranks(self.mesh.world), self._open_log)
@@ -298,6 +300,11 @@ class Trainer:
         self.clock.begin()
 
     # --- begin and end ---------------------------------------------------------------------------
+
+    def _lock(self) -> None:
+        """Lock the run folder on rank 0."""
+        if self.mesh.rank == 0:
+            self.log.lock()
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, or begin, maybe with another run's weights."""

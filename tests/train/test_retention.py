@@ -17,7 +17,9 @@ from megalite.checkpoint.names import checkpoints_of, list_steps, step_name
 from megalite.config import RunConfig
 from megalite.distributed import comm
 from megalite.distributed.agree import Ranks
+from megalite.errors import ConfigError
 from megalite.planner.storage import checkpoint_bytes, storage_line
+from megalite.record.records import lock_folder
 from megalite.train.loop import Trainer
 from megalite.train.retention import Retention
 from tests import ROOT
@@ -433,3 +435,30 @@ def test_the_line_says_when_what_and_how_much(
     changes = {f"checkpoint__{name}": value for name, value in settings.items()}
     config = make_config(tmp_path, "run", **{**TINY, **EVALUATED, **changes})
     assert line in storage_line(config, 10)
+
+
+def resumed_while_another_saves(ctx: Any, config: RunConfig) -> str:
+    """Runs in a rank: while the run looks for its checkpoint, its folder is in use; the error."""
+    ended = lock_folder(config.folder, print)
+    trainer = make_trainer(ctx, config)
+    resume = trainer._resume
+
+    def end_and_resume() -> None:
+        resume()
+        ended.close()  # the other run has saved, and ends
+
+    patched = mock.patch.object(trainer, "_resume", end_and_resume)
+    with patched, pytest.raises(ConfigError) as caught:
+        trainer.run()
+    ended.close()
+    return str(caught.value)
+
+
+def test_a_run_that_another_one_has_in_use_is_refused_before_its_checkpoint_is_found(
+    pool: RankPool, make: Any
+) -> None:
+    config = make()
+    assert run(pool, config, 3) == 75
+    (error,) = pool.run(resumed_while_another_saves, 1, config)
+    assert "is in use by another run" in error
+    assert run(pool, config) == 0
