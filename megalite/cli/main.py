@@ -7,6 +7,8 @@ stderr, a "note:" line for each of their notes, exit code 2, no traceback.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,9 +51,13 @@ class _Megalite(Group):
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=_VERBS.index)
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _ctrl_c_to_a_line():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            with refused_paths():
+            with _ctrl_c_to_a_line(), refused_paths():
                 return super().invoke(ctx)
         except MegaliteError as error:
             if ctx.params["traceback"]:
@@ -59,9 +65,15 @@ class _Megalite(Group):
             for line in _lines(error):
                 typer.echo(line, err=True)
             raise typer.Exit(EXIT_USER) from None
-        except KeyboardInterrupt:
-            typer.echo("error: interrupted", err=True)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _ctrl_c_to_a_line() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:  # typer would end without a word
+        typer.echo("error: interrupted", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 app = typer.Typer(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from megalite.__main__ import main as command
 from megalite.cli.main import app
 from megalite.errors import ConfigError, DataError
 from tests import ROOT
@@ -247,6 +248,22 @@ main()
     assert done.returncode == 0, done.stderr
     shown = [b"\\u0436\xe4"] if "latin-1" in variables.values() else ["\u0436\u00e4".encode()]
     assert any(text in done.stdout for text in [*shown, b"\\u0436\\xe4"])
+
+
+@pytest.mark.parametrize("moment", ["typer.main.get_command", "typer.core.TyperGroup.parse_args"])
+def test_ctrl_c_before_a_verb_runs_ends_in_a_line(
+    moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While typer builds the commands, and while it reads the first words."""
+
+    def interrupt(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moment, interrupt)
+    monkeypatch.setattr(sys, "argv", ["megalite", "version"])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "error: interrupted\n")
 
 
 def test_ctrl_c_ends_any_verb_in_a_line(tmp_path: Path) -> None:
