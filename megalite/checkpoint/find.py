@@ -65,8 +65,9 @@ def find_checkpoint(
         return open_checkpoint(named, ranks, verify)
     found = find_latest(Path(folder), ranks, verify)
     if found is None:
+        there = "holds no checkpoint" if path.is_dir() else "is no folder"
         raise CheckpointError(
-            f"{path} {'holds no checkpoint' if path.is_dir() else 'does not exist'}; give a "
+            f"{path} {there if path.exists() else 'does not exist'}; give a "
             "checkpoint, or the folder of a run that has saved (at its end, on a signal, every "
             "checkpoint.interval steps and interval_s seconds)"
         )

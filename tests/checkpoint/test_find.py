@@ -180,7 +180,9 @@ def test_whatever_leads_to_a_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "best").manifest.step == 3
     with pytest.raises(ConfigError, match="which is a checkpoint itself"):
         find_checkpoint(tmp_path / "best", step=3)
-    for path, text in ((tmp_path, "holds no checkpoint"), (tmp_path / "gone", "does not exist")):
+    file = folder / step_name(20) / "manifest.json"
+    cases = {tmp_path: "holds no checkpoint", tmp_path / "gone": "does not exist"}
+    for path, text in {**cases, file: "is no folder"}.items():
         with pytest.raises(CheckpointError, match=f"{text}; give a checkpoint"):
             find_checkpoint(path)
 
