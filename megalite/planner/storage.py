@@ -32,10 +32,11 @@ def storage_bytes(config: RunConfig, total_steps: int) -> int:
 def storage_line(config: RunConfig, total_steps: int) -> str:
     """A line: when a run saves, which checkpoints stay, and the bytes of one and of all."""
     settings = config.checkpoint
-    when = [f"{settings.interval} steps"] if settings.interval else []
+    steps = "step" if settings.interval == 1 else f"{settings.interval} steps"
+    when = [steps] if settings.interval else []
     when += [_duration(settings.interval_s)] if settings.interval_s else []
-    stays = [f"newest {settings.keep} kept"]
-    if settings.keep_every:
+    stays = ["all kept" if settings.keep_every == 1 else f"newest {settings.keep} kept"]
+    if settings.keep_every > 1:
         stays.append(f"the first of each {settings.keep_every} steps")
     if settings.keep_best is not None:
         stays.append(f"the best by {settings.keep_best}, saved before each evaluation")
@@ -47,7 +48,11 @@ def storage_line(config: RunConfig, total_steps: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
+    """Seconds in the largest unit of which they are a whole number."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds % size == 0:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} s"
 
 
 def _size(num_bytes: float) -> str:

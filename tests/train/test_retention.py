@@ -422,6 +422,8 @@ def test_the_bytes_are_those_of_a_real_checkpoint(
             {"interval": 500, "interval_s": 0.0, "keep_every": 5},
             "every 500 steps, newest 2 kept + the first of each 5 steps; 170 kB each, at most 851",
         ),
+        ({"interval": 1, "interval_s": 90.0, "keep_every": 1}, "every step or 90 s, all kept; "),
+        ({"interval_s": 7200.0}, "every 2 h, "),
         (
             {"keep_best": "validation"},
             "newest 2 kept + the best by validation, saved before each evaluation; 170 kB each, "
