@@ -74,7 +74,7 @@ def changed_settings(
     # A curve that ends at 0 has nothing to train for longer with.
     keep_curve = f"to train for longer only, keep its curve with optimizer.decay_{before.unit}="
     horizon_note = (
-        f" (the learning rate's decay ended after {before.end} {before.unit}"
+        f" (the learning rate's decay ends after {before.end} {before.unit}"
         f"{f'; {keep_curve}{before.end}' if old.optimizer.min_lr else ', at 0'})"
     )
     order_note = (

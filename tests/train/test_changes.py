@@ -148,7 +148,7 @@ def test_a_wsd_plateau_may_be_made_longer_until_it_ends(pool: RankPool, folder: 
     assert code == 0
     ((error, _),) = pool.run(resumed, 1, folder, "", {**wsd, "train__steps": 9})
     assert (
-        "train.steps is 9, saved with 6 (the learning rate's decay ended after 6 steps, at 0)"
+        "train.steps is 9, saved with 6 (the learning rate's decay ends after 6 steps, at 0)"
         in error
     )
     shutil.rmtree(folder / "run")
