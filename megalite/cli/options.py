@@ -147,14 +147,18 @@ class SettingsVerb(Verb):
     """A verb that takes settings: those written as options are reported, all at once."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args`. Raises ConfigError for settings among the options, of any framework."""
-        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
-        own.update(ctx.help_option_names)
+        """Parse `args`. Raises ConfigError for settings among the options, of any framework.
+
+        Beside them it names the options that are unknown, which typer would name alone.
+        """
+        params = [param for param in self.get_params(ctx) if param.param_type_name == "option"]
+        own = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         flags = [arg for arg in args if arg.startswith("--") and arg.partition("=")[0] not in own]
         if flags:
             from megalite.config.names import flag_problem
 
-            problems = [problem for flag in flags if (problem := flag_problem(flag))]
-            if problems:
-                raise ConfigError(problems)
+            problems = {flag: flag_problem(flag) for flag in flags}
+            if any(problems.values()):
+                unknown = f"is no option; options are {', '.join(own)}"
+                raise ConfigError([problems[flag] or f"{flag} {unknown}" for flag in problems])
         return super().parse_args(ctx, args)

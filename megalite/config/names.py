@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from megalite.config.families import family_defaults
-from megalite.config.frameworks import find_foreign
+from megalite.config.frameworks import ForeignWord, find_foreign
 from megalite.config.schema import RunConfig, Section
 
 NEAR_ENOUGH = 0.6  # of difflib's ratio; below it a suggestion would be a guess
@@ -131,8 +131,7 @@ def suggestion(name: str) -> tuple[list[str], str]:
     A word of another framework is translated (config/frameworks.py), any other is compared with all
     keys by its spelling.
     """
-    foreign = find_foreign(name)
-    if foreign is not None and ("." in foreign.word or not _same_spelling(name)):
+    if foreign := _foreign(name):
         return ([] if foreign.setting is None else [foreign.setting]), foreign.advice
     near = nearest(name)
     section = name.rpartition(".")[0]
@@ -146,24 +145,25 @@ def suggestion(name: str) -> tuple[list[str], str]:
 def flag_problem(flag: str) -> str | None:
     """The message about a setting, of this or another framework, written as --flag; else None."""
     name = flag.lstrip("-").partition("=")[0]
-    if same := _same_spelling(name):
+    if foreign := _foreign(name):
+        return f"--{name} is no option; {foreign.advice}; settings are written section.key=VALUE"
+    if same := _same_spelling(name) or _joined(name):
         return f"--{name} is no option; write {' or '.join(f'{key}=VALUE' for key in same)}"
-    foreign = find_foreign(name)
-    if foreign is None:
-        return None
-    return f"--{name} is no option; {foreign.advice}; settings are written section.key=VALUE"
+    return None
 
 
 def nearest(name: str) -> list[str]:
     """The keys that a misspelt dotted name most likely means, best first; empty if none is close.
 
-    First the same key with hyphens or in other case, then the same key in other sections, then the
-    most similar spelling, where its own section comes before others.
+    First the same key with hyphens or in other case, then the same key in other sections, then with
+    other marks between section and key, then the most similar spelling, where its own section comes
+    before others.
     """
     section, _, leaf = _normal(name).rpartition(".")
     scored = [(_likeness(section, leaf, key), key) for key in keys()]
     best = max(score for score, _ in scored)
-    return _same_spelling(name) or [key for score, key in scored if score == best >= NEAR_ENOUGH]
+    same = _same_spelling(name) or _joined(name)
+    return same or [key for score, key in scored if score == best >= NEAR_ENOUGH]
 
 
 def nearest_section(name: str) -> str | None:
@@ -220,6 +220,20 @@ def _same_spelling(name: str) -> list[str]:
     leaf = wanted.rpartition(".")[2]
     exact = [key for key in keys() if _squash(key) == wanted]
     return exact or [key for key in keys() if _squash(key.rpartition(".")[2]) == leaf]
+
+
+def _joined(name: str) -> list[str]:
+    """The key that a name is whole, with other marks for its dots: eval_interval."""
+    wanted = _squash(_normal(name)).replace(".", "")
+    return [key for key in keys() if _squash(key).replace(".", "") == wanted]
+
+
+def _foreign(name: str) -> ForeignWord | None:
+    """A word of another framework; None also where the name, as no other's, is a key of here."""
+    foreign = find_foreign(name)
+    if foreign is not None and ("." in foreign.word or not _same_spelling(name)):
+        return foreign
+    return None
 
 
 def _normal(name: str) -> str:

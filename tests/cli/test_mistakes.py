@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megalite.cli.main import app
 from megalite.config.frameworks import find_foreign, foreign_words
 from megalite.config.load import load_config
-from megalite.config.names import keys
+from megalite.config.names import flag_problem, keys, nearest
 from tests.cli.test_main import RUN
 
 # what is given on the command line -> the line that answers it
@@ -56,6 +56,9 @@ MISTAKES = {
     ),
     "per_device_train_batch_size=2": (
         "unknown key per_device_train_batch_size (override); that is train.micro_batch here"
+    ),
+    "checkpoint.save_every=3": (
+        "unknown key checkpoint.save_every (override); that is checkpoint.interval here"
     ),
     "eval.iters=3": "unknown key eval.iters (override); that is eval.batches here",
     "validation.steps=3": "unknown key validation.steps (override); that is eval.batches here",
@@ -288,6 +291,25 @@ def test_options_of_other_frameworks_are_answered_all_at_once(run_file: Path) ->
     ]
 
 
+def test_an_unknown_option_beside_settings_is_named_with_those_there_are(run_file: Path) -> None:
+    flags = ["--eval-interval=5", "--locl", "--no-save-optim"]
+    result = CliRunner().invoke(app, ["train", str(run_file), *flags])
+    assert result.stderr.splitlines() == [
+        "error: --eval-interval is no option; write eval.interval=VALUE",
+        "error: --locl is no option; options are --local, --name, --accept, --print-config, --help",
+        "error: --no-save-optim is no option; megalite has no checkpoints without the optimizer's "
+        "state; settings are written section.key=VALUE",
+    ]
+
+
+def test_a_setting_with_other_marks_between_section_and_key_is_that_setting() -> None:
+    for key in filter(lambda key: "." in key, keys()):
+        if find_foreign(key.replace(".", "_")) is None:
+            assert nearest(key.replace(".", "_")) == [key]
+            flag = "--" + key.replace(".", "-").replace("_", "-")
+            assert flag_problem(flag) == f"{flag} is no option; write {key}=VALUE"
+
+
 def test_every_mistake_is_answered_without_torch(run_file: Path) -> None:
     code = f"""
 import sys
@@ -355,3 +377,4 @@ def test_the_table_of_words_names_settings_that_exist() -> None:
         found = find_foreign(row.word)
         assert found is not None
         assert (found.setting is None) == (row.setting is None), row
+        assert (row.setting or row.note) in str(flag_problem(f"--{row.word}=1")), row
