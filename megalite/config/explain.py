@@ -20,6 +20,9 @@ _UNITS = {"": "", "k": "e3", "m": "e6", "b": "e9", "g": "e9", "t": "e12"}
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _NUMBER = re.compile(r"(?P<number>[+-]?\d+(\.\d+)?([eE][+-]?\d+)?)\s*(?P<unit>[a-zA-Z]*)")
 
+# setting -> what stands for a value that it does not take, such as 0 or "all" elsewhere
+_INSTEAD = {"checkpoint.keep": "all stay by checkpoint.keep_every=1"}
+
 _BOUNDS = ("greater_than", "greater_than_equal")
 
 # pydantic's error type -> the values that the setting takes, in words
@@ -99,7 +102,8 @@ def _line(name: str, inside: tuple[int | str, ...], found: Any, origins: Mapping
     # Elsewhere 0 or -1 turns off what is off by "none" here.
     key = None if inside else keys().get(name)  # None for a key of a hardware file, too
     off = ', or "none"' if key is not None and key.optional and kind in _BOUNDS else ""
-    return f"{_path_text(name, inside)}={toml_value(value)}{where} {needs}{off}{_remedy(found)}"
+    remedy = _remedy(found) or (f"; {_INSTEAD[name]}" if name in _INSTEAD else "")
+    return f"{_path_text(name, inside)}={toml_value(value)}{where} {needs}{off}{remedy}"
 
 
 def _path_text(name: str, inside: tuple[int | str, ...]) -> str:

@@ -60,6 +60,12 @@ MISTAKES = {
     "checkpoint.save_every=3": (
         "unknown key checkpoint.save_every (override); that is checkpoint.interval here"
     ),
+    "checkpoint.keep=all": (
+        'checkpoint.keep="all" (override) needs an integer; all stay by checkpoint.keep_every=1'
+    ),
+    "checkpoint.keep=0": (
+        "checkpoint.keep=0 (override) needs to be at least 1; all stay by checkpoint.keep_every=1"
+    ),
     "eval.iters=3": "unknown key eval.iters (override); that is eval.batches here",
     "validation.steps=3": "unknown key validation.steps (override); that is eval.batches here",
     "checkpoint.async_mode=async": (
