@@ -124,9 +124,10 @@ def _model(config: RunConfig) -> Iterator[str]:
             f"use {_either(_divisors(heads))}"
         )
     if model.head_dim is None and hidden % heads:
+        fitting = heads * (2 if model.positions == "rope" else 1)  # rotary embedding turns pairs
         yield (
             f"model.num_heads={heads} does not divide model.hidden_size={hidden}; use "
-            f"model.hidden_size={_multiples_near(hidden, heads)}, or set model.head_dim"
+            f"model.hidden_size={_multiples_near(hidden, fitting)}, or set model.head_dim"
         )
     elif model.rope_fraction != 1 and model.positions == "rope":
         yield from _partial_rotation(config)

@@ -137,7 +137,7 @@ def test_the_plain_config_is_valid() -> None:
          "model.num_kv_heads=16 does not divide model.num_heads=8; use 1, 2, 4 or 8"),
         ({"model__hidden_size": 68}, None,
          "model.num_heads=8 does not divide model.hidden_size=68; "
-         "use model.hidden_size=64 or 72, or set model.head_dim"),
+         "use model.hidden_size=64 or 80, or set model.head_dim"),
         ({"model__hidden_size": 72}, None,
          "model.hidden_size / model.num_heads=9 is odd, but rotary embedding turns pairs; "
          "use 8 or 10"),
