@@ -239,7 +239,7 @@ def test_a_key_that_could_move_the_cursor_is_shown_escaped(tmp_path: Path) -> No
         "info {long}",
         "generate {long} --prompt a",
         "data inspect {long}",
-        "data merge merged {long} {long}",
+        "data merge --out merged {long} {long}",
         "data prepare {long} --out out --vocab-size 300",
     ],
 )
@@ -302,7 +302,8 @@ def test_an_unknown_option_beside_settings_is_named_with_those_there_are(run_fil
     result = CliRunner().invoke(app, ["train", str(run_file), *flags])
     assert result.stderr.splitlines() == [
         "error: --eval-interval is no option; write eval.interval=VALUE",
-        "error: --locl is no option; options are --local, --name, --accept, --print-config, --help",
+        "error: --locl is no option; options are --local, --name, --accept, --print-config, -h, "
+        "--help",
         "error: --no-save-optim is no option; megalite has no checkpoints without the optimizer's "
         "state; settings are written section.key=VALUE",
     ]

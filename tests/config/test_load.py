@@ -120,7 +120,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert problems(tmp_path) == [f"cannot read config {tmp_path}: Is a directory"]
     run = write(tmp_path, 'base = "\\u0000"\n' + MINIMAL)
     (problem,) = problems(run)
-    assert problem.endswith(f"embedded null byte in its name (the base that {run} names)")
+    assert "embedded null byte in its name" in problem
+    assert problem.endswith(f"(the base that {run} names)")
 
 
 @pytest.mark.parametrize(
