@@ -159,6 +159,7 @@ class SettingsVerb(Verb):
 
             problems = {flag: flag_problem(flag) for flag in flags}
             if any(problems.values()):
-                unknown = f"is no option; options are {', '.join(own)}"
+                long = [name for name in own if name.startswith("--")]
+                unknown = f"is no option; options are {', '.join(long)}"
                 raise ConfigError([problems[flag] or f"{flag} {unknown}" for flag in problems])
         return super().parse_args(ctx, args)
