@@ -107,6 +107,9 @@ class _Draft:
                 f"that is {2**_MOST_BITS - 1}",
             )
             return
+        # Words that make one dataset are not for another one that a later source names.
+        if name == "data.path" and self.origins.get("data.prepare", origin) != origin:
+            del self.values["data.prepare"], self.origins["data.prepare"]
         unset = keys()[name].optional and isinstance(value, str) and value.lower() in UNSET
         self.values[name] = None if unset else value
         self.origins[name] = origin

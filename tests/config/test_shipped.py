@@ -94,3 +94,18 @@ def test_hardware_has_its_listed_name_and_a_short_one() -> None:
     names = [one.name for one in shipped_configs().values() if one.kind == "hardware"]
     assert [named_hardware(name) for name in names] == list(presets().values())
     assert named_hardware("hardware/H100") == named_hardware("h100")
+
+
+def test_another_path_is_not_made_by_the_words_of_the_file(tmp_path: Path) -> None:
+    """A typing error in data.path must not become a dataset."""
+    words = ["builtin", "--vocab-size=512", "--max-bytes=8000000"]
+    assert load_config("quickstart").config.data.prepare == words
+    assert load_config("quickstart", ["data.path=data/mine"]).config.data.prepare == []
+    both = ["data.path=data/mine", 'data.prepare=["my/texts"]']
+    for overrides in (both, both[::-1]):
+        assert load_config("quickstart", overrides).config.data.prepare == ["my/texts"]
+    path = tmp_path / "own.toml"
+    path.write_text('base = "quickstart"\n[data]\npath = "data/mine"\n')
+    assert load_config(path).config.data.prepare == []
+    path.write_text('base = "quickstart"\n[data]\nprepare = ["my/texts"]\n')
+    assert load_config(path).config.data.prepare == ["my/texts"]
