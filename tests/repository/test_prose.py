@@ -16,7 +16,7 @@ from tests import ROOT
 
 MAX_WORDS, MAX_CELL = 35, 200
 
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _ITEM = re.compile(r"^([-*+]|\d+\.)\s+")
 # The end of a sentence, unless what stands before it is an abbreviation or an ellipsis in it.

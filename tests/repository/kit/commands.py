@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 SHORT = "train.steps=2 optimizer.warmup_steps=1 eval.interval=1 eval.batches=1"
 _SERIAL_PIPELINE = "parallel.pp=1 parallel.vpp=1 parallel.dp=1 pipeline.schedule=1f1b"
+_ALONE = f"{_SERIAL_PIPELINE} parallel.tp=1 parallel.sequence_parallel=false"
 _TWO_RANKS = "parallel.tp=1 parallel.dp=1 parallel.sequence_parallel=false"
 _PICTURE = "--stages 4 --microbatches 8 --comm 0.05 --svg docs/schedules"
 _PNG = _PICTURE.replace("--svg docs/schedules", "--png docs/images")
@@ -28,31 +29,75 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         {"launch": f"{ROOT}/launch"},
         "--collect-only -q tests/repository/test_readme.py",
     ),
-    "megalite train configs/quickstart.toml --print-config": ({}, ""),
+    "source .venv/bin/activate": ({".venv": "venv"}, ""),
+    "megalite data prepare my/texts --out data/mine --vocab-size 4096": (
+        {"my/texts": f"{ROOT}/docs", "4096": "600"},
+        "",
+    ),
+    "megalite train quickstart --local --name mine data.path=data/mine "
+    "data.tokenizer=data/mine.model model.vocab_size=4096": (
+        {"4096": "600"},
+        f"{SHORT} {_ALONE}",
+    ),
+    "megalite report runs/mine": ({}, ""),
+    'megalite generate runs/mine --prompt "Once" --tokens 64': ({}, ""),
+    "megalite info runs/mine": ({}, ""),
+    "megalite plan llama-8b-64gpu --gpus 64 --hardware h100": ({}, ""),
+    "sbatch --nodes=8 --gpus-per-node=8 --time=24:00:00 launch/pretrain.sbatch llama-8b-64gpu": (
+        {
+            "sbatch --nodes=8 --gpus-per-node=8 --time=24:00:00 ": "bash -n ",
+            ".sbatch ": ".sbatch && megalite train ",
+        },
+        "--print-config",
+    ),
+    "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 "
+    "--no-python megalite train llama-8b-64gpu": (
+        {
+            "--nnodes=8 --nproc-per-node=8": "--nnodes=1 --nproc-per-node=2",
+            "$HEAD_NODE:29500": "localhost:0",
+            "llama-8b-64gpu": f"quickstart --name launched {_SERIAL_PIPELINE}",
+        },
+        SHORT,
+    ),
+    # docs/configuration.md
+    "megalite configs": ({}, ""),
+    "megalite train quickstart --print-config": ({}, ""),
+    # docs/guide.md
+    "megalite train quickstart --local": ({}, SHORT),
+    "megalite report runs/quickstart": ({}, ""),
+    'megalite generate runs/quickstart --prompt "def read_" --tokens 64': ({}, ""),
+    "megalite data inspect data/mine": ({}, ""),
+    "megalite configs quickstart > mine.toml": ({}, ""),
+    "megalite train quickstart --local --name wide parallel.tp=4 parallel.dp=1 "
+    "model.num_kv_heads=4": ({}, SHORT),
+    'megalite generate runs/quickstart --prompt "import " --tokens 32 --temperature 0.8 --top-k 50 '
+    "--seed 7": ({}, ""),
+    "megalite info runs/quickstart": ({}, ""),
+    "megalite doctor": ({}, ""),
+    "megalite schedule zb-v --stages 4 --microbatches 8": ({}, ""),
+    # docs/layouts.md
+    "megalite train quickstart --local --name moved train.steps=2 optimizer.warmup_steps=1": (
+        {},
+        "",
+    ),
+    "megalite train quickstart --local --name moved train.steps=4 optimizer.warmup_steps=1 "
+    "optimizer.decay_steps=2 parallel.tp=1 parallel.dp=4 parallel.sequence_parallel=false": (
+        {},
+        "",
+    ),
+    # docs/reliability.md
+    "megalite train quickstart --local --name short train.steps=2 optimizer.warmup_steps=1": (
+        {},
+        _ALONE,
+    ),
+    "megalite train quickstart --local --name short train.steps=4 optimizer.warmup_steps=1 "
+    "--accept train.steps": ({}, _ALONE),
+    # docs/data.md
     "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000": (
         {"8000000": "400000"},
         "",
     ),
     "megalite data inspect data/stdlib": ({}, ""),
-    "megalite train configs/quickstart.toml --local": ({}, SHORT),
-    "megalite train configs/quickstart.toml --local --name wide parallel.tp=4 parallel.dp=1 "
-    "model.num_kv_heads=4": ({}, SHORT),
-    "megalite report runs/quickstart": ({}, ""),
-    'megalite generate runs/quickstart --prompt "def read_" --tokens 64': ({}, ""),
-    "megalite info runs/quickstart": ({}, ""),
-    "megalite doctor": ({}, ""),
-    "megalite schedule zb-v --stages 4 --microbatches 8": ({}, ""),
-    "megalite plan configs/runs/llama-8b-64gpu.toml --gpus 64 --hardware h100": ({}, ""),
-    "python -m tests.parity": ({}, "--first 2"),
-    "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 "
-    "--no-python megalite train configs/runs/llama-8b-64gpu.toml": (
-        {
-            "--nnodes=8 --nproc-per-node=8": "--nnodes=1 --nproc-per-node=2",
-            "$HEAD_NODE:29500": "localhost:0",
-            "runs/llama-8b-64gpu.toml": f"quickstart.toml --name launched {_SERIAL_PIPELINE}",
-        },
-        SHORT,
-    ),
     # docs/cluster.md
     "sbatch --nodes=8 --gpus-per-node=8 --cpus-per-task=96 --time=24:00:00 launch/pretrain.sbatch "
     "configs/runs/llama-8b-64gpu.toml": (
@@ -77,7 +122,7 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         "parallel.tp=1 parallel.sequence_parallel=false",
     ),
     # docs/kernels.md
-    "TRITON_INTERPRET=1 megalite train configs/quickstart.toml --local kernels.backend=interpret": (
+    "TRITON_INTERPRET=1 megalite train quickstart --local kernels.backend=interpret": (
         {"--local": ""},
         "--print-config",
     ),
@@ -91,9 +136,11 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     "megalite schedule gpipe 1f1b --compare --stages 4 --microbatches 8": ({}, ""),
     "megalite data prepare builtin --out data/quickstart/builtin --vocab-size 512 --max-bytes "
     "400000": ({}, "--overwrite"),
-    "megalite train configs/quickstart.toml --local --name exercise train.steps=4 "
-    "optimizer.warmup_steps=1": ({}, ""),
-    "megalite train configs/quickstart.toml --local --name exercise train.steps=8 "
+    "megalite train quickstart --local --name exercise train.steps=4 optimizer.warmup_steps=1": (
+        {},
+        "",
+    ),
+    "megalite train quickstart --local --name exercise train.steps=8 "
     "optimizer.warmup_steps=1 optimizer.decay_steps=4 parallel.tp=1 parallel.dp=4 "
     "parallel.sequence_parallel=false": ({}, ""),
     # docs/schedules.md
@@ -101,7 +148,7 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     "megalite schedule --compare gpipe 1f1b zb-h1 interleaved interleaved-zb zb-v --microbatches "
     "16 --comm 0.05": ({}, ""),
     "megalite schedule --config configs/quickstart.toml interleaved zb-v --compare": ({}, ""),
-    "megalite train configs/quickstart.toml --local --name traced pipeline.trace_step=2": (
+    "megalite train quickstart --local --name traced pipeline.trace_step=2": (
         {},
         f"{SHORT} {_TWO_RANKS}",
     ),

@@ -29,7 +29,7 @@ prints the memory and time that a config costs ([plan.md](plan.md)). The page is
 The settings of a run, and where each comes from, are printed by:
 
 ```bash
-megalite train configs/quickstart.toml --print-config
+megalite train quickstart --print-config
 ```
 
 * On the command line a setting is `section.key=value`. In a file, `base = "other.toml"` takes the
