@@ -144,11 +144,12 @@ def suggestion(name: str) -> tuple[list[str], str]:
 
 def flag_problem(flag: str) -> str | None:
     """The message about a setting, of this or another framework, written as --flag; else None."""
-    name = flag.lstrip("-").partition("=")[0]
+    name, has_value, _ = flag.lstrip("-").partition("=")
     if foreign := _foreign(name):
         return f"--{name} is no option; {foreign.advice}; settings are written section.key=VALUE"
     if same := _same_spelling(name) or _joined(name):
-        return f"--{name} is no option; write {' or '.join(f'{key}=VALUE' for key in same)}"
+        written = [f"{key}={'VALUE' if has_value else _value_of_flag(key)}" for key in same]
+        return f"--{name} is no option; write {' or '.join(written)}"
     return None
 
 
@@ -212,6 +213,11 @@ def _kinds(annotation: Any) -> Iterator[type]:
         yield from _kinds(parts[0])
     else:
         yield origin or annotation
+
+
+def _value_of_flag(name: str) -> str:
+    """What an option without a value stands for: true where the setting is a switch."""
+    return "true" if keys()[name].kinds == {bool} else "VALUE"
 
 
 def _same_spelling(name: str) -> list[str]:

@@ -313,7 +313,8 @@ def test_a_setting_with_other_marks_between_section_and_key_is_that_setting() ->
         if find_foreign(key.replace(".", "_")) is None:
             assert nearest(key.replace(".", "_")) == [key]
             flag = "--" + key.replace(".", "-").replace("_", "-")
-            assert flag_problem(flag) == f"{flag} is no option; write {key}=VALUE"
+            value = "true" if keys()[key].kinds == {bool} else "VALUE"
+            assert flag_problem(flag) == f"{flag} is no option; write {key}={value}"
 
 
 def test_every_mistake_is_answered_without_torch(run_file: Path) -> None:
