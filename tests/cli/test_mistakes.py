@@ -108,6 +108,73 @@ MISTAKES = {
         "train.dtype=bfloat16"
     ),
     "max_grad_norm=1.0": "unknown key max_grad_norm (override); that is optimizer.clip_grad here",
+    "validation.dataset=c4_validation": (
+        "unknown key validation.dataset (override); that is eval.sets here (a name and a path "
+        "each)"
+    ),
+    "validation.dataset_path=data/c4": (
+        "unknown key validation.dataset_path (override); that is eval.sets here (a name and a "
+        "path each)"
+    ),
+    "validation.enable=true": (
+        "unknown key validation.enable (override); that is eval.interval here (steps; 0 is off)"
+    ),
+    "lr_scheduler.decay_type=linear": (
+        "unknown key lr_scheduler.decay_type (override); that is optimizer.wsd_decay_shape here "
+        "(linear, cosine or 1-sqrt; with optimizer.lr_schedule=wsd)"
+    ),
+    "lr_scheduler.decay_ratio=0.2": (
+        "unknown key lr_scheduler.decay_ratio (override); that is optimizer.wsd_decay_steps "
+        "here (with lr_schedule=wsd, a number of steps)"
+    ),
+    "checkpoint.enable=false": (
+        "unknown key checkpoint.enable (override); that is checkpoint.interval here (steps; 0 "
+        "saves at the end alone)"
+    ),
+    "checkpoint.export_dtype=bfloat16": (
+        "unknown key checkpoint.export_dtype (override); megalite has no choice of it; "
+        "checkpoints are safetensors files with weights in float32"
+    ),
+    "model.flavor=debugmodel": (
+        "unknown key model.flavor (override); megalite has no named sizes; take one that "
+        '`megalite configs` lists, such as base = "models/llama-tiny" for debugmodel'
+    ),
+    "model.converters=float8": (
+        "unknown key model.converters (override); megalite has no converters of models; FP8 is "
+        "not there yet, train.dtype=bfloat16 is"
+    ),
+    "job.description=llama": (
+        "unknown key job.description (override); megalite has no description of a run; name and "
+        "log.wandb.tags are its labels"
+    ),
+    "job.print_args=true": (
+        "unknown key job.print_args (override); megalite has no switch for it; --print-config "
+        "prints the settings, config.toml in the run folder has them"
+    ),
+    "job.config_file=llama.toml": (
+        "unknown key job.config_file (override); megalite has no option for it; the config is "
+        "the first word: megalite train CONFIG"
+    ),
+    "metrics.save_tb_folder=tb": (
+        "unknown key metrics.save_tb_folder (override); megalite has no setting for it; "
+        "log.tensorboard writes the folder tensorboard of the run"
+    ),
+    "metrics.disable_color_printing=true": (
+        "unknown key metrics.disable_color_printing (override); megalite has no switch for it; "
+        "lines have no colours"
+    ),
+    "optimizer.implementation=foreach": (
+        "unknown key optimizer.implementation (override); that is optimizer.adam here (fused or "
+        "apex)"
+    ),
+    "parallelism.fsdp_reshard_after_forward=never": (
+        "unknown key parallelism.fsdp_reshard_after_forward (override); megalite has no FSDP; "
+        "optimizer.zero=1 spreads the optimizer's state over parallel.dp"
+    ),
+    "quantize.linear.float8.recipe_name=rowwise": (
+        "unknown key quantize.linear.float8.recipe_name (override); megalite has no FP8 yet; "
+        "train.dtype=bfloat16"
+    ),
     # the same written as options
     "--tensor-model-parallel-size=2": (
         "--tensor-model-parallel-size is no option; that is parallel.tp here; settings are written "
@@ -116,6 +183,79 @@ MISTAKES = {
     "--bf16": (
         "--bf16 is no option; that is train.dtype here (bfloat16); settings are written "
         "section.key=VALUE"
+    ),
+    "--use-mcore-models": (
+        "--use-mcore-models is no option; megalite has no choice of models; there is one "
+        "implementation, which [model] describes; settings are written section.key=VALUE"
+    ),
+    "--use-rotary-position-embeddings": (
+        "--use-rotary-position-embeddings is no option; that is model.positions here (rope); "
+        "settings are written section.key=VALUE"
+    ),
+    "--no-position-embedding": (
+        "--no-position-embedding is no option; that is model.positions here (rope, which has no "
+        "learned rows); settings are written section.key=VALUE"
+    ),
+    "--optimizer adam": (
+        "--optimizer is no option; that is optimizer.name here (adamw or muon); settings are "
+        "written section.key=VALUE"
+    ),
+    "--distributed-backend nccl": (
+        "--distributed-backend is no option; megalite has no setting for it; it is nccl on GPUs "
+        "and gloo on CPUs; settings are written section.key=VALUE"
+    ),
+    "--attention-softmax-in-fp32": (
+        "--attention-softmax-in-fp32 is no option; megalite has no switch for it; the softmax "
+        "is always computed in float32; settings are written section.key=VALUE"
+    ),
+    "--recompute-method uniform": (
+        "--recompute-method is no option; megalite has no choice of layers to recompute; "
+        "train.recompute=full is each layer, stage each stage; settings are written "
+        "section.key=VALUE"
+    ),
+    "--recompute-num-layers 1": (
+        "--recompute-num-layers is no option; megalite has no choice of layers to recompute; "
+        "train.recompute=full is each layer, stage each stage; settings are written "
+        "section.key=VALUE"
+    ),
+    "--eod-mask-loss": (
+        "--eod-mask-loss is no option; that is data.document_masks here (masks attention and "
+        "the loss at a document's end); settings are written section.key=VALUE"
+    ),
+    "--reset-position-ids": (
+        "--reset-position-ids is no option; megalite has no reset of positions; with "
+        "model.positions=rope data.document_masks alone has its effect; settings are written "
+        "section.key=VALUE"
+    ),
+    "--data-cache-path cache": (
+        "--data-cache-path is no option; megalite has no cache of the order of samples; it is "
+        "computed as it is read; settings are written section.key=VALUE"
+    ),
+    "--mock-data": (
+        "--mock-data is no option; megalite has no mock data; `megalite data prepare builtin` "
+        "makes a dataset of Python's standard library; settings are written section.key=VALUE"
+    ),
+    "--profile": (
+        "--profile is no option; megalite has no profiler; pipeline.trace_step records a step; "
+        "settings are written section.key=VALUE"
+    ),
+    "--log-throughput": (
+        "--log-throughput is no option; megalite has no switch for it; every step's line has "
+        "tok/s and mfu; settings are written section.key=VALUE"
+    ),
+    "--tensorboard-log-interval 1": (
+        "--tensorboard-log-interval is no option; megalite has no interval of it; "
+        "log.tensorboard=true writes every step; settings are written section.key=VALUE"
+    ),
+    "--manual-gc": (
+        "--manual-gc is no option; megalite has no control of garbage collection; Python's own "
+        "runs; settings are written section.key=VALUE"
+    ),
+    "--sequence-parallel": (
+        "--sequence-parallel is no option; write parallel.sequence_parallel=true"
+    ),
+    "--sequence-parallel=false": (
+        "--sequence-parallel is no option; write parallel.sequence_parallel=VALUE"
     ),
     "--lr=1e-3": "--lr is no option; write optimizer.lr=VALUE",
     "--train.steps=3": "--train.steps is no option; write train.steps=VALUE",
