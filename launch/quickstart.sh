@@ -5,6 +5,12 @@
 # Further arguments go to the training: bash launch/quickstart.sh log.interval=1
 # MEGALITE_WORK names another folder than the repository for data/ and runs/.
 set -euo pipefail
+case "${1:-}" in
+-h | --help)
+    sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}"
+    exit
+    ;;
+esac
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 setup_environment "[plots]"
 mkdir -p "${MEGALITE_WORK:-$root}"

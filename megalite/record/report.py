@@ -99,19 +99,24 @@ def summary(record: RunRecord) -> list[str]:
     count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
     lines = [
         f"{count}, {short_count(tokens)} tokens, {short_count(parameters)} parameters",
-        f"training loss   {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}",
+        "training loss   " + _change([step["loss"] for step in steps]),
     ]
     names = eval_names(record)
     width = max([16, *(len(f"{name} loss ") for name in names)])
     for name in names:
         named = [line["loss"] for line in record.evals if line["name"] == name]
-        lines.append(f"{name} loss".ljust(width) + f"{named[0]:.4f} -> {named[-1]:.4f}")
+        lines.append(f"{name} loss".ljust(width) + _change(named))
     vocab = vocab_size(record)
     if vocab is not None:
         lines.append(f"guessing among {vocab} tokens would be ln({vocab}) = {math.log(vocab):.4f}")
     if record.damage is not None:
         lines.append(f"warning: {record.damage}")
     return lines
+
+
+def _change(losses: list[float]) -> str:
+    """The first and the last of some losses, or the only one."""
+    return " -> ".join(f"{loss:.4f}" for loss in (losses[:1] + losses[1:][-1:]))
 
 
 def time_table(record: RunRecord) -> list[str]:

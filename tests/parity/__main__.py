@@ -30,6 +30,8 @@ The bar is {bar:.0e} relative, and replicas must be equal bit for bit.
 * Steps: schedules, recomputation, dropout, ragged and document masks, clipping, microbatches,
   chunked loss, overlap of collectives.
 
+Every schedule, the zero-bubble ones too, is compared likewise in `tests/parity/test_schedules.py`.
+
 Settings that a case does not name are those of one process with three microbatches, clipping at
 0.05, four key/value heads, Llama without dropout, vocabulary 97 and overlap.
 

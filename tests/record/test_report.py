@@ -294,3 +294,8 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str], tmp_path: P
     console.close()
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_single_loss_is_shown_once(tmp_path: Path) -> None:
+    lines = summary(read_run(write_run(tmp_path / "run", [1.5])))
+    assert "training loss   1.5000" in lines

@@ -155,7 +155,8 @@ def test_no_two_modules_define_a_public_class_of_one_name() -> None:
 
 def test_the_glossary_has_about_thirty_words() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    words = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    own = text[: text.index("## Terms of the field")]
+    words = [line.split("|")[1].strip() for line in own.splitlines() if line.startswith("| ")]
     assert words[1:] == sorted(words[1:])
     assert 28 <= len(words) - 1 <= 36
 

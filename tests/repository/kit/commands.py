@@ -68,8 +68,12 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     'megalite generate runs/quickstart --prompt "def read_" --tokens 64': ({}, ""),
     "megalite data inspect data/mine": ({}, ""),
     "megalite configs quickstart > mine.toml": ({}, ""),
-    "megalite train quickstart --local --name wide parallel.tp=4 parallel.dp=1 "
-    "model.num_kv_heads=4": ({}, SHORT),
+    "megalite train quickstart --local --name flat parallel.tp=1 parallel.dp=4 "
+    "parallel.sequence_parallel=false": ({}, SHORT),
+    "megalite data prepare my/books --out data/books --tokenizer data/mine.model": (
+        {"my/books": f"{ROOT}/docs"},
+        "",
+    ),
     'megalite generate runs/quickstart --prompt "import " --tokens 32 --temperature 0.8 --top-k 50 '
     "--seed 7": ({}, ""),
     "megalite info runs/quickstart": ({}, ""),
