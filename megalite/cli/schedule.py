@@ -35,6 +35,16 @@ def _to_file(what: str) -> Any:
     return typer.Option(metavar="FILE", parser=file, help=f"Write {what} to FILE.")
 
 
+def _time(what: str, least: float = 1e-9) -> Any:
+    """An option that is a time."""
+    return typer.Option(min=least, metavar="TIME", help=f"Time of {what}.")
+
+
+def _count(what: str) -> Any:
+    """An option that is a number of things."""
+    return typer.Option(min=1, metavar="N", help=what)
+
+
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
     """For the shell: the schedules that begin so, and with --config the settings."""
     names = [name for name in (*SCHEDULES, AUTO, FILE) if name.startswith(incomplete)]
@@ -52,28 +62,15 @@ def schedule(
             autocompletion=_complete,
         ),
     ] = None,
-    stages: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline ranks.")] = 4,
+    stages: Annotated[int, _count("Pipeline ranks.")] = 4,
     chunks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Model chunks per rank (default: 1 or 2, by schedule)."
-        ),
+        int | None, _count("Model chunks per rank (default: 1 or 2, by schedule).")
     ] = None,
-    microbatches: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Microbatches per step.")
-    ] = 8,
-    f: Annotated[
-        float, typer.Option(min=1e-9, metavar="TIME", help="Time of a rank's forward.")
-    ] = 1.0,
-    b: Annotated[
-        float, typer.Option(min=1e-9, metavar="TIME", help="Time of its input gradient.")
-    ] = 1.0,
-    w: Annotated[
-        float, typer.Option(min=1e-9, metavar="TIME", help="Time of its weight gradient.")
-    ] = 1.0,
-    comm: Annotated[
-        float, typer.Option(min=0.0, metavar="TIME", help="Time of a hop between ranks.")
-    ] = 0.0,
+    microbatches: Annotated[int, _count("Microbatches per step.")] = 8,
+    f: Annotated[float, _time("a rank's forward")] = 1.0,
+    b: Annotated[float, _time("its input gradient")] = 1.0,
+    w: Annotated[float, _time("its weight gradient")] = 1.0,
+    comm: Annotated[float, _time("a hop between ranks", least=0.0)] = 0.0,
     max_activations: Annotated[
         float | None,
         typer.Option(metavar="N", help="For auto: most activations that a rank may hold."),

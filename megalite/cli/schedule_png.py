@@ -98,7 +98,7 @@ def _draw_lanes(axes: Axes, schedule: Schedule, timeline: Timeline, unit: Unit) 
 def _draw_memory(
     axes: Axes, held: tuple[list[tuple[float, float]], ...], end: float, most: float, unit: Unit
 ) -> None:
-    """What each rank holds over time, as a filled line of steps, and its peak to the right."""
+    """Draw the activations of each rank over time as a filled line, and its peak to the right."""
     top, base = _MEMORY
     for rank, line in enumerate(held):
         steps = [*line, (end, 0.0)]

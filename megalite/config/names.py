@@ -216,7 +216,7 @@ def _kinds(annotation: Any) -> Iterator[type]:
 
 
 def _value_of_flag(name: str) -> str:
-    """What an option without a value stands for: true where the setting is a switch."""
+    """The value that an option without one stands for: true where the setting is a switch."""
     return "true" if keys()[name].kinds == {bool} else "VALUE"
 
 
