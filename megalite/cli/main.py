@@ -118,6 +118,13 @@ def train(
             "--local", help="Start all processes on this machine, on its GPUs or its CPU."
         ),
     ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|cpu|cuda",
+            help="Device to compute on (auto: GPUs, if there is one for each process).",
+        ),
+    ] = "auto",
     name: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Name of the run and of its folder, as name=NAME."),
@@ -143,7 +150,7 @@ def train(
 
     try:
         with refused_paths():
-            _train(ctx, config, settings or [], local, name, accept or [], print_config)
+            _train(ctx, config, settings or [], local, device, name, accept or [], print_config)
     except MegaliteError:
         # The first process of a host prints for those that were started with it.
         if local or is_first_on_host():
@@ -156,6 +163,7 @@ def _train(
     config: str,
     settings: list[str],
     local: bool,
+    device: str,
     name: str | None,
     accept: list[str],
     print_config: bool,
@@ -166,11 +174,11 @@ def _train(
     from megalite.config.names import toml_value
     from megalite.config.resume import accepted
     from megalite.config.text import format_config
-    from megalite.process.launcher import read_launch
+    from megalite.process.launcher import device_kind, read_launch
     from megalite.process.signals import SignalFlag
 
     flag = ctx.with_resource(SignalFlag())  # first of all: a signal from now on is remembered
-    allowed = accepted(accept)
+    allowed, kind = accepted(accept), device_kind(device)
     if name is not None:
         settings = [*settings, f"name={toml_value(name)}"]
 
@@ -195,7 +203,7 @@ def _train(
 
     from megalite.train.launch import train_command
 
-    train_command(run.config, launch, local=local, accept=allowed, flag=flag)
+    train_command(run.config, launch, local=local, device=kind, accept=allowed, flag=flag)
 
 
 def _start_problems(config: RunConfig) -> list[str]:

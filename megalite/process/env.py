@@ -18,29 +18,31 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from megalite.config.names import number_of
 from megalite.errors import ConfigError
-from megalite.process.launcher import Launch
-
-DeviceKind = Literal["auto", "cpu", "cuda"]
+from megalite.process.launcher import DeviceKind, Launch
 
 
 def pick_device(launch: Launch, kind: DeviceKind = "auto") -> torch.device:
-    """The device of this process: cuda:<local rank> or cpu.
+    """The device of this process: cuda:<local rank>, the one GPU that its task sees, or cpu.
 
     "auto" takes CUDA where the machine has it. Raises `ConfigError` if CUDA is wanted and this host
-    has fewer GPUs than processes.
+    has fewer GPUs than processes, unless Slurm has bound one to each.
     """
-    if kind not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device={kind!r}; allowed are 'auto', 'cpu' and 'cuda'")
     available = torch.cuda.is_available()
     if kind == "cpu" or (kind == "auto" and not available):
         return torch.device("cpu")
     count = torch.cuda.device_count() if available else 0
     needed = max(launch.local_world_size, launch.local_rank + 1)
+    if count == 1 and launch.source == "slurm":
+        return torch.device("cuda", 0)  # --gpus-per-task and --gpu-bind show a task its own alone
     if count < needed:
+        fewer = f"start at most {number_of(count, 'process', 'processes')} a host, or " * (
+            count > 0
+        )
         raise ConfigError(
-            f"{needed} processes on host {socket.gethostname()} need a GPU each, but it has "
-            f"{count}; start at most {count} processes per host, or choose device 'cpu'"
+            f"{number_of(needed, 'process', 'processes')} on host {socket.gethostname()} need a "
+            f"GPU each, but it has {count}; {fewer}add --device cpu"
         )
     return torch.device("cuda", launch.local_rank)
 

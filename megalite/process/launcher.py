@@ -18,9 +18,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from megalite.errors import ConfigError
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -47,6 +49,15 @@ class Launch:
     def spans_hosts(self) -> bool:
         """True if processes on other hosts take part."""
         return self.local_world_size < self.world_size
+
+
+def device_kind(text: str) -> DeviceKind:
+    """The kind of device that an option names. Raises ConfigError for any other text."""
+    kinds: tuple[DeviceKind, ...] = get_args(DeviceKind)
+    for kind in kinds:
+        if text == kind:
+            return kind
+    raise ConfigError(f"--device={text}: use {' or '.join(kinds)}")
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:

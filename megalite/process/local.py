@@ -26,10 +26,11 @@ from typing import Any, Literal
 
 import torch
 
+from megalite.config.names import number_of
 from megalite.errors import EXIT_FAULT, EXIT_SAVED, EXIT_USER, ConfigError, MegaliteError
-from megalite.process.env import DeviceKind, hold_port, init_process, pick_device
+from megalite.process.env import hold_port, init_process, pick_device
 from megalite.process.failures import RankFailure, summarize
-from megalite.process.launcher import Launch
+from megalite.process.launcher import DeviceKind, Launch
 from megalite.process.signals import CAUGHT, SignalFlag, leave_now
 from megalite.process.terminal import replace_unencodable, show_cursor
 
@@ -98,12 +99,16 @@ def run_local(
     Signals in CAUGHT go to all ranks; a second one kills them and ends this process. Call it in the
     main thread.
 
+    device: "auto" takes the GPUs if there is one for each rank. If there are fewer, a line is
+    printed and the ranks run on the CPU.
+
     With a `flag`, which may have signals from before the call, ranks remember signals from their
     first moment: `fn` gets the rank's own flag as the argument `flag`. Otherwise they end by them.
     Raises ConfigError for a world without ranks.
     """
     if world_size < 1:
         raise ConfigError(f"world size {world_size} must be at least 1")
+    device = _kind_for(world_size, device)
     method = start_method or _start_method(device)
     context: Any = multiprocessing.get_context(method)
     listener = hold_port()
@@ -159,13 +164,24 @@ def _launches(world_size: int, listener: socket.socket) -> list[Launch]:
     ]
 
 
+def _kind_for(world_size: int, kind: DeviceKind) -> DeviceKind:
+    """The kind of device that all ranks of this host take; "auto" is decided here, once."""
+    if kind != "auto":
+        return kind
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < count < world_size:
+        gpus = number_of(count, "GPU")
+        print(f"{world_size} processes and {gpus} here: they run on the CPU", flush=True)
+    return "cuda" if count >= world_size else "cpu"
+
+
 def _start_method(device: DeviceKind) -> StartMethod:
     """The start method: "fork" where it is safe, else "spawn".
 
     A fork shares the imported torch (0.05 s against 3 s a rank). It is safe while this process has
     one thread and CUDA is not used.
     """
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+    if device == "cuda":
         return "spawn"
     tasks = Path("/proc/self/task")
     single = threading.active_count() == 1 and tasks.is_dir() and len(list(tasks.iterdir())) == 1

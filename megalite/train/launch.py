@@ -15,7 +15,7 @@ from megalite.config import RunConfig
 from megalite.config.resume import require_resume_mode
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
-from megalite.process.launcher import Launch
+from megalite.process.launcher import DeviceKind, Launch
 from megalite.process.signals import SignalFlag
 from megalite.train.start_checks import require_resumable
 
@@ -25,12 +25,14 @@ def train_command(
     launch: Launch,
     *,
     local: bool,
+    device: DeviceKind,
     accept: frozenset[str],
     flag: SignalFlag,
 ) -> None:
     """Run a checked config to its end and exit with the run's code (0, or 75 saved on a signal).
 
-    local: start all ranks here; otherwise this process is one, started as `launch` describes. flag:
+    local: start all ranks here; otherwise this process is one, started as `launch` describes.
+    device: "auto" takes GPUs where there is one for each process. flag:
     may have been entered earlier; signals that it remembers count as if they came now. Raises
     ConfigError and CheckpointError before torch is imported.
     """
@@ -43,9 +45,9 @@ def train_command(
         require_checkpoint(config)
         require_resumable(config, accept)
         if local:
-            code = _run_all_ranks(config, accept, flag)
+            code = _run_all_ranks(config, device, accept, flag)
         else:
-            code = _run_this_rank(launch, config, accept, flag)
+            code = _run_this_rank(launch, config, device, accept, flag)
         flag.ignore()
         sys.exit(code)
 
@@ -79,7 +81,9 @@ def require_checkpoint(config: RunConfig) -> None:
     require_resume_mode(config.checkpoint.resume, root, found[-1][1].name if found else None)
 
 
-def _run_all_ranks(config: RunConfig, accept: frozenset[str], flag: SignalFlag) -> int:
+def _run_all_ranks(
+    config: RunConfig, device: DeviceKind, accept: frozenset[str], flag: SignalFlag
+) -> int:
     """Start all ranks on this host; returns the run's exit code."""
     from megalite.process.local import run_local
     from megalite.train.rank import train_rank
@@ -90,13 +94,14 @@ def _run_all_ranks(config: RunConfig, accept: frozenset[str], flag: SignalFlag) 
         train_rank,
         Topology.of(config.parallel).world_size,
         (config, accept),
+        device=device,
         timeout_s=config.train.timeout_s,
         flag=flag,
     )
 
 
 def _run_this_rank(
-    launch: Launch, config: RunConfig, accept: frozenset[str], flag: SignalFlag
+    launch: Launch, config: RunConfig, kind: DeviceKind, accept: frozenset[str], flag: SignalFlag
 ) -> int:
     """Run this process's rank: returns the exit code of a lone rank, otherwise ends the process."""
     flag.listen()
@@ -104,7 +109,7 @@ def _run_this_rank(
     from megalite.process.env import pick_device
     from megalite.train.rank import run_rank_and_exit, train_rank
 
-    device = pick_device(launch)
+    device = pick_device(launch, kind)
     if launch.world_size == 1:
         return train_rank(launch, device, config, accept, flag)
     timeout_s = config.train.timeout_s

@@ -525,3 +525,9 @@ def test_the_table_of_words_names_settings_that_exist() -> None:
         assert found is not None
         assert (found.setting is None) == (row.setting is None), row
         assert (row.setting or row.note) in str(flag_problem(f"--{row.word}=1")), row
+
+
+def test_the_device_is_an_option_and_one_that_is_not_there_is_refused(run_file: Path) -> None:
+    result = CliRunner().invoke(app, ["train", str(run_file), "--device", "tpu"])
+    assert result.stderr == "error: --device=tpu: use auto or cpu or cuda\n"
+    assert result.exit_code == 2

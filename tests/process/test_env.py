@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import Any, cast
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from megalite.errors import ConfigError
 from megalite.process.env import check_interface, end_process, hold_port, init_process, pick_device
-from megalite.process.launcher import Launch, first_host, is_first_on_host, read_launch
+from megalite.process.launcher import (
+    Launch,
+    device_kind,
+    first_host,
+    is_first_on_host,
+    read_launch,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -149,14 +155,31 @@ def test_cuda_needs_a_gpu_for_each_process_here(monkeypatch: pytest.MonkeyPatch)
     here = Launch(rank=1, world_size=2, local_rank=1, local_world_size=2)
     assert pick_device(here) == torch.device("cuda", 1)
     assert pick_device(here, "cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"4 processes on host .* has 2; start at most 2"):
+    with pytest.raises(
+        ConfigError, match=r"4 processes on host .* has 2; start at most 2 processes a host, or add"
+    ):
         pick_device(Launch(world_size=4, local_world_size=4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device(here) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"it has 0"):
+    with pytest.raises(ConfigError, match=r"2 processes on host .* but it has 0; add --device cpu"):
         pick_device(here, "cuda")
-    with pytest.raises(ConfigError, match=r"device='tpu'; allowed are"):
-        pick_device(here, cast(Any, "tpu"))
+
+
+def test_a_task_of_slurm_takes_the_one_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--gpus-per-task and --gpu-bind show each task its own GPU alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    task = Launch(rank=3, world_size=8, local_rank=3, local_world_size=8, source="slurm")
+    assert pick_device(task) == torch.device("cuda", 0)
+    assert pick_device(task, "cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"8 processes .* has 1; .* or add --device cpu"):
+        pick_device(replace(task, source="torchrun"))
+
+
+def test_kinds_of_devices_are_named_in_the_refusal() -> None:
+    assert [device_kind(kind) for kind in ("auto", "cpu", "cuda")] == ["auto", "cpu", "cuda"]
+    with pytest.raises(ConfigError, match="--device=tpu: use auto or cpu or cuda"):
+        device_kind("tpu")
 
 
 def test_a_loopback_host_name_is_refused_with_the_setting_that_helps() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalite.errors import ConfigError
 from megalite.process.local import run_local
@@ -151,6 +152,18 @@ def test_a_terminated_launcher_ends_ranks_that_have_no_handler(start) -> None:
     assert job.code() == 128 + signal.SIGTERM
     assert job.err == ""
     assert all(is_gone(pid) for pid in pids)
+
+
+@pytest.mark.long
+def test_fewer_gpus_than_ranks_are_the_cpu_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert run_local(print, 2, timeout_s=60.0) == 0  # each rank prints its place and its device
+    first, *ranks = capfd.readouterr().out.splitlines()
+    assert first == "2 processes and 1 GPU here: they run on the CPU"
+    assert [line.rpartition(" ")[2] for line in ranks] == ["cpu", "cpu"]
 
 
 def test_an_empty_world_is_refused() -> None:
