@@ -15,6 +15,7 @@ import torch
 
 from megalite.errors import ConfigError
 from megalite.process.local import run_local
+from tests.process.kit import prints_its_device
 
 SERVER = Path(__file__).with_name("kit.py")
 
@@ -160,10 +161,9 @@ def test_fewer_gpus_than_ranks_are_the_cpu_with_a_line(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert run_local(print, 2, timeout_s=60.0) == 0  # each rank prints its place and its device
-    first, *ranks = capfd.readouterr().out.splitlines()
-    assert first == "2 processes and 1 GPU here: they run on the CPU"
-    assert [line.rpartition(" ")[2] for line in ranks] == ["cpu", "cpu"]
+    assert run_local(prints_its_device, 2, timeout_s=60.0) == 0
+    said = "2 processes and 1 GPU here: they run on the CPU"
+    assert capfd.readouterr().out.splitlines() == [said, "cpu", "cpu"]
 
 
 def test_an_empty_world_is_refused() -> None:
