@@ -32,11 +32,6 @@ def trains(launch, device, text):
     os.write(1, line.encode())  # one write: ranks share the file
 
 
-def prints_its_device(launch, device):
-    joined(launch)
-    os.write(1, f"{device}\n".encode())
-
-
 def raises(launch, device, text):
     mesh = joined(launch)
     if launch.rank == 1:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megalite.errors import ConfigError
+from megalite.process import local
 from megalite.process.local import run_local
-from tests.process.kit import prints_its_device
 
 SERVER = Path(__file__).with_name("kit.py")
 
@@ -155,15 +155,31 @@ def test_a_terminated_launcher_ends_ranks_that_have_no_handler(start) -> None:
     assert all(is_gone(pid) for pid in pids)
 
 
-@pytest.mark.long
-def test_fewer_gpus_than_ranks_are_the_cpu_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("gpus", "kind", "said"),
+    [
+        (0, "cpu", ""),
+        (1, "cpu", "2 processes and 1 GPU here: they run on the CPU\n"),
+        (2, "cuda", ""),
+        (8, "cuda", ""),
+    ],
+)
+def test_auto_takes_gpus_if_there_is_one_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpus: int,
+    kind: str,
+    said: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert run_local(prints_its_device, 2, timeout_s=60.0) == 0
-    said = "2 processes and 1 GPU here: they run on the CPU"
-    assert capfd.readouterr().out.splitlines() == [said, "cpu", "cpu"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    started: list[str] = []
+    monkeypatch.setattr(local, "_start_method", started.append)
+    monkeypatch.setattr(local, "_launches", lambda *_: [])  # no rank is started
+    assert run_local(print, 2) == 0
+    assert run_local(print, 2, device="cuda") == 0
+    assert started == [kind, "cuda"]
+    assert capsys.readouterr().out == said
 
 
 def test_an_empty_world_is_refused() -> None:
