@@ -442,7 +442,8 @@ def test_an_unknown_option_beside_settings_is_named_with_those_there_are(run_fil
     result = CliRunner().invoke(app, ["train", str(run_file), *flags])
     assert result.stderr.splitlines() == [
         "error: --eval-interval is no option; write eval.interval=VALUE",
-        "error: --locl is no option; options are --local, --name, --accept, --print-config, --help",
+        "error: --locl is no option; options are --local, --device, --name, --accept, "
+        "--print-config, --help",
         "error: --no-save-optim is no option; megalite has no checkpoints without the optimizer's "
         "state; settings are written section.key=VALUE",
     ]
