@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ def report(
         typer.Option(
             metavar="FILE",
             parser=file,
-            help="The picture to write (default: RUN/loss.png; of several runs loss.png).",
+            help="The picture to write (default: RUN/loss.png; of several runs none).",
         ),
     ] = None,
 ) -> None:
@@ -36,12 +37,7 @@ def report(
     if out is not None and lacking:
         raise MegaliteError(f"--out {lacking}")
 
-    # The whole path tells folders of one name apart.
-    names = [folder.resolve().name for folder in runs]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in runs]
-    records = {name: read_run(folder) for name, folder in zip(names, runs, strict=True)}
-
+    records = {name: read_run(run) for name, run in zip(_names(runs), runs, strict=True)}
     if len(records) == 1:
         (record,) = records.values()
         lines = [*summary(record), "", *time_table(record)]
@@ -49,7 +45,27 @@ def report(
         lines = comparison(records)
     for line in lines:
         typer.echo(line)
-    picture = out or (runs[0] / "loss.png" if len(records) == 1 else Path("loss.png"))
-    if not lacking:
+
+    # A picture of several runs belongs to none of their folders.
+    picture = out or (runs[0] / "loss.png" if len(runs) == 1 else None)
+    if picture is not None and not lacking:
         save(loss_figure(records), picture)
-    typer.echo(f"\nloss curve: {lacking or picture}")
+    absent = "of several runs only with --out FILE"
+    typer.echo(f"\nloss curve: {absent if picture is None else lacking or picture}")
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """The shortest end of each run's path that no other run's path has.
+
+    Raises MegaliteError for a run that is given twice.
+    """
+    given: dict[Path, Path] = {}
+    for run in runs:
+        path = run.resolve()
+        if path in given:
+            raise MegaliteError(f"{run} is the same run as {given[path]}; give each run once")
+        given[path] = run
+    ends = [[Path(*path.parts[at:]) for at in range(len(path.parts))][::-1] for path in given]
+    return [
+        str(next(end for end in own if sum(end in others for others in ends) == 1)) for own in ends
+    ]

@@ -90,21 +90,31 @@ def test_several_runs_are_a_table_and_one_picture(
         "another      3     15k       12.3M    1.2500      1.5000        n/a",
         "warning: another: 1 line of metrics.jsonl cannot be used and is left out: line 6",
         "",
-        "loss curve: loss.png",
+        "loss curve: of several runs only with --out FILE",
     ]
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not (first / "loss.png").exists()
+    assert not list(tmp_path.rglob("*.png"))
 
-    # Folders of one name are told apart by their paths; the picture goes where --out says.
+    # Folders of one name are told apart by the folders above; the picture goes where --out says.
     twin = write_run(tmp_path / "b" / "one", [4.0])
-    result = invoke("report", first, twin, "--out", tmp_path / "c.png")
-    assert [line.split()[0] for line in result.output.splitlines()[1:3]] == [str(first), str(twin)]
-    assert (tmp_path / "c.png").is_file()
+    result = invoke("report", "a/one", twin, second, "--out", tmp_path / "c.png")
+    names = [line.split()[0] for line in result.output.splitlines()[1:4]]
+    assert names == ["a/one", "b/one", "another"]
+    assert result.output.splitlines()[-1] == f"loss curve: {tmp_path / 'c.png'}"
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     result = invoke("report", twin, "--out", tmp_path / "gone" / "c.png")
     assert (result.exit_code, result.stderr) == (
         2,
         f"error: {tmp_path / 'gone' / 'c.png'} cannot be written: No such file or directory\n",
     )
+
+
+def test_a_run_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [1.0])
+    (tmp_path / "link").symlink_to(run)
+    for again in (run, tmp_path / "link"):
+        result = invoke("report", run, again)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == (f"error: {again} is the same run as {run}; give each run once\n")
 
 
 @pytest.mark.parametrize(
