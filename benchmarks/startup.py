@@ -46,7 +46,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "help": [_MEGALITE, "--help"],
         "print_config": [_MEGALITE, "train", _CONFIG, "--print-config"],
         "config_mistake": [_MEGALITE, "train", _CONFIG, "train.lr=1"],
-        "schedule": [_MEGALITE, "schedule", "zb-v", "--stages", "4", "--microbatches", "8"],
+        "schedule": [_MEGALITE, "schedule", "zb-v", "--pp", "4", "--microbatches", "8"],
         "first_step": [*first_step, *_SERIAL],
         "first_step_8_processes": first_step,
     }

@@ -59,7 +59,7 @@ EXAMPLES = {
     ),
     "schedule": (
         "megalite schedule",
-        "megalite schedule zb-v --stages 4 --microbatches 8",
+        "megalite schedule zb-v --pp 4 --microbatches 8",
         "megalite schedule --compare 1f1b zb-h1 zb-v",
         "megalite schedule --config quickstart pipeline.schedule=zb-v",
     ),

@@ -62,7 +62,7 @@ def schedule(
             autocompletion=_complete,
         ),
     ] = None,
-    stages: Annotated[int, _count("Pipeline ranks.")] = 4,
+    pp: Annotated[int, _count("Pipeline ranks.")] = 4,
     chunks: Annotated[
         int | None, _count("Model chunks per rank (default: 1 or 2, by schedule).")
     ] = None,
@@ -109,12 +109,15 @@ def schedule(
             help="A run folder: its recorded step beside the simulated one.",
         ),
     ] = None,
+    stages: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Draw and compare pipeline schedules.
 
     Without arguments it lists the schedules. One is drawn with its bubble and memory; several are
     compared.
     """
+    if stages is not None:  # the former name of --pp, but a stage is a chunk of the model
+        raise ScheduleError("--stages is no option; write --pp N for N pipeline ranks")
     given = {"svg": svg, "html": html, "trace": trace, "csv": csv, "png": png}
     files = {kind: path for kind, path in given.items() if path is not None}
     settings = [word for word in words or [] if is_setting(word)]
@@ -139,7 +142,7 @@ def schedule(
         times = {"f": f, "b": b, "w": w, "hop": comm}
         build_one = partial(
             _build,
-            p=stages,
+            p=pp,
             v=chunks,
             m=microbatches,
             times=times,
@@ -189,7 +192,7 @@ class _Shown:
 
 # The parameters that a config or a run determines.
 _SIZES = (
-    "stages",
+    "pp",
     "chunks",
     "microbatches",
     "f",
@@ -326,7 +329,7 @@ def _catalogue() -> str:
         "",
         "Bubble in F, B, W of a whole rank and memory in its activations of one microbatch, with p",
         f"ranks, v chunks, m microbatches. Also: {FAMILY}:f=1,lag=1[,group=8][,fused], {AUTO},",
-        f"{FILE}PATH. Draw one with: megalite schedule zb-h1 --stages 4 --microbatches 8",
+        f"{FILE}PATH. Draw one with: megalite schedule zb-h1 --pp 4 --microbatches 8",
     ]
     return "\n".join(lines)
 

@@ -84,7 +84,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_drawing_a_schedule_does_not_read_the_schema_of_settings() -> None:
-    code = megalite_in_python("schedule", "zb-v", "--stages", 4)
+    code = megalite_in_python("schedule", "zb-v", "--pp", 4)
     done = python(
         f"{code}    print('megalite.config.schema' in sys.modules, 'torch' in sys.modules)"
     )

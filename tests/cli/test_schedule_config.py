@@ -77,7 +77,7 @@ def test_those_that_do_not_fit_are_named() -> None:
 
 
 def test_what_says_it_twice_is_refused() -> None:
-    assert "--stages has no effect with --config" in refused("--config", CONFIG, "--stages", "4")
+    assert "--pp has no effect with --config" in refused("--config", CONFIG, "--pp", "4")
     assert "parallel.pp=2 changes the run of --config" in refused("zb-v", "parallel.pp=2")
     assert "--gpus=8 changes the run of --config" in refused("zb-v", "--gpus", "8")
     assert "--config has no effect with --from-run" in refused(
@@ -91,7 +91,7 @@ def test_what_says_it_twice_is_refused() -> None:
 
 
 def test_the_equals_sign_in_a_schedules_name_makes_it_no_setting() -> None:
-    done = CliRunner().invoke(app, ["schedule", "family:f=1,lag=2", "--stages", "2"])
+    done = CliRunner().invoke(app, ["schedule", "family:f=1,lag=2", "--pp", "2"])
     assert done.exit_code == 0, done.output
     assert done.output.startswith("family:f=1,lag=2: 2 ranks")
 

@@ -241,7 +241,7 @@ def run(*arguments: str) -> str:
 
 
 def test_the_command_draws() -> None:
-    lines = run("zb-h1", "--stages", "4", "--microbatches", "6").splitlines()
+    lines = run("zb-h1", "--pp", "4", "--microbatches", "6").splitlines()
     assert lines[0] == (
         "zb-h1: 4 ranks x 1 chunks, 6 microbatches; step 21, bubble 14.3%, at most 4 activations "
         "a rank"
@@ -277,6 +277,7 @@ def test_the_command_writes_every_form(tmp_path: Path) -> None:
         (["zb-w"], "schedule 'zb-w' is unknown (did you mean zb-v?)"),
         (["1f1b", "--chunks", "2"], "1f1b needs v = 1 chunks per rank, got v=2"),
         (["1f1b", "--unit", "0"], "unit=0 must be > 0"),
+        (["1f1b", "--stages", "2"], "--stages is no option; write --pp N for N pipeline ranks"),
         (["1f1b", "zb-h1", "--svg", "x.svg"], "files are written for one schedule at a time"),
         (["1f1b", "--svg", "/nowhere/x.svg"], "/nowhere/x.svg cannot be written"),
         (["file:/nowhere.csv"], "/nowhere.csv: cannot be read"),

@@ -19,7 +19,7 @@ SHORT = "train.steps=2 optimizer.warmup_steps=1 eval.interval=1 eval.batches=1"
 _SERIAL_PIPELINE = "parallel.pp=1 parallel.vpp=1 parallel.dp=1 pipeline.schedule=1f1b"
 _ALONE = f"{_SERIAL_PIPELINE} parallel.tp=1 parallel.sequence_parallel=false"
 _TWO_RANKS = "parallel.tp=1 parallel.dp=1 parallel.sequence_parallel=false"
-_PICTURE = "--stages 4 --microbatches 8 --comm 0.05 --svg docs/schedules"
+_PICTURE = "--pp 4 --microbatches 8 --comm 0.05 --svg docs/schedules"
 _PNG = _PICTURE.replace("--svg docs/schedules", "--png docs/images")
 
 # command -> (what is put in place of what, what is added at its end), in order
@@ -78,7 +78,7 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     "--seed 7": ({}, ""),
     "megalite info runs/quickstart": ({}, ""),
     "megalite doctor": ({}, ""),
-    "megalite schedule zb-v --stages 4 --microbatches 8": ({}, ""),
+    "megalite schedule zb-v --pp 4 --microbatches 8": ({}, ""),
     # docs/layouts.md
     "megalite train quickstart --local --name moved train.steps=2 optimizer.warmup_steps=1": (
         {},
@@ -136,8 +136,8 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         "--rounds 1 --sizes tiny --dtypes float32 --output kernels.jsonl",
     ),
     # docs/reading.md
-    "megalite schedule gpipe --stages 4 --microbatches 8": ({}, ""),
-    "megalite schedule gpipe 1f1b --compare --stages 4 --microbatches 8": ({}, ""),
+    "megalite schedule gpipe --pp 4 --microbatches 8": ({}, ""),
+    "megalite schedule gpipe 1f1b --compare --pp 4 --microbatches 8": ({}, ""),
     "megalite data prepare builtin --out data/quickstart/builtin --vocab-size 512 --max-bytes "
     "400000": ({}, "--overwrite"),
     "megalite train quickstart --local --name exercise train.steps=4 optimizer.warmup_steps=1": (
@@ -157,7 +157,7 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         f"{SHORT} {_TWO_RANKS}",
     ),
     "megalite schedule --from-run runs/traced": ({}, ""),
-    f"megalite schedule gpipe --stages 4 --chunks 1{_PICTURE[10:]}/gpipe.svg": ({}, ""),
+    f"megalite schedule gpipe --chunks 1 {_PICTURE}/gpipe.svg": ({}, ""),
     f"megalite schedule 1f1b {_PICTURE}/1f1b.svg": ({}, ""),
     f"megalite schedule zb-h1 {_PICTURE}/zb-h1.svg": ({}, ""),
     f"megalite schedule interleaved {_PICTURE}/interleaved.svg": ({}, ""),
