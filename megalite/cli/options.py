@@ -153,11 +153,16 @@ class SettingsVerb(Verb):
         """
         params = [param for param in self.get_params(ctx) if param.param_type_name == "option"]
         own = [name for param in params for name in (*param.opts, *param.secondary_opts)]
-        flags = [arg for arg in args if arg.startswith("--") and arg.partition("=")[0] not in own]
+        pairs = zip(args, [*args, ""][1:], strict=True)
+        flags = {
+            arg: following
+            for arg, following in pairs
+            if arg.startswith("--") and arg.partition("=")[0] not in own
+        }
         if flags:
             from megalite.config.names import flag_problem
 
-            problems = {flag: flag_problem(flag) for flag in flags}
+            problems = {flag: flag_problem(flag, following) for flag, following in flags.items()}
             if any(problems.values()):
                 long = [name for name in own if name.startswith("--")]
                 unknown = f"is no option; options are {', '.join(long)}"

@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Words differ in these ends only: tensor_parallel_size here, tensor_parallel_degree there.
 _ENDS = ("_size", "_degree")
@@ -19,20 +20,31 @@ class ForeignWord:
     """A setting of another framework, and what to write for it.
 
     setting: the name that means the same here, None if there is none. note: what differs, or what
-    megalite does not have and has instead.
+    megalite does not have and has instead. off: the values that switch off what megalite does not
+    have. switches: of a word that is a whole section, its keys that take these values.
     """
 
     framework: str
     word: str
     setting: str | None
     note: str
+    off: tuple[Any, ...] = ()
+    switches: tuple[str, ...] = ()
 
-    @property
-    def advice(self) -> str:
-        """The end of a message about the word: "that is train.steps here"."""
+    def advice(self, value: Any = True) -> str:
+        """The end of a message about the word with a value: "that is train.steps here"."""
+        if self.is_off(value):
+            return "remove it; it is off here as well"
         if self.setting is None:
             return f"megalite has no {self.note}"
         return f"that is {self.setting} here{f' ({self.note})' if self.note else ''}"
+
+    def is_off(self, value: Any) -> bool:
+        """True if a value, as a file or a command line has it, asks for nothing that is missing."""
+        if isinstance(value, dict):
+            given = [value[key] for key in self.switches if key in value]
+            return bool(given) and all(map(self.is_off, given))
+        return str(value).lower() in [str(each).lower() for each in self.off]
 
 
 @cache
@@ -41,9 +53,9 @@ def foreign_words() -> tuple[ForeignWord, ...]:
     path = Path(__file__).with_name("frameworks.toml")
     tree = tomllib.loads(path.read_text(encoding="utf-8"))
     return tuple(
-        ForeignWord(framework, word, setting or None, note.strip())
+        _word(framework, word, row)
         for framework, rows in tree.items()
-        for word, (setting, _, note) in ((word, row.partition(":")) for word, row in rows.items())
+        for word, row in rows.items()
     )
 
 
@@ -62,6 +74,14 @@ def find_foreign(name: str) -> ForeignWord | None:
     found = next(filter(None, map(by_word.get, words)), stems.get(_stem(leaf)))
     whole = by_word.get(section.partition(".")[0])
     return found or (whole if whole is not None and whole.setting is None else None)
+
+
+def _word(framework: str, word: str, row: Any) -> ForeignWord:
+    if isinstance(row, dict):
+        off, switches = tuple(row["off"]), tuple(row.get("switches", ()))
+        return ForeignWord(framework, word, None, row["missing"], off, switches)
+    setting, _, note = row.partition(":")
+    return ForeignWord(framework, word, setting, note.strip())
 
 
 def _stem(word: str) -> str:

@@ -119,9 +119,9 @@ class _Draft:
         self.problems.append(problem)
         self.meant.add(name)
 
-    def add_unknown(self, name: str, origin: str) -> None:
+    def add_unknown(self, name: str, origin: str, value: Any) -> None:
         """Record an unknown key as a problem, with the keys that it may have been meant to be."""
-        meant, advice = suggestion(name)
+        meant, advice = suggestion(name, value)
         self.meant.update(meant)
         self.problems.append(f"unknown key {name} ({origin}); {advice}")
 
@@ -239,16 +239,20 @@ def _add_value(draft: _Draft, origin: str, name: str, value: Any) -> None:
             f"write [{name}] and its keys below it"
         )
     elif name not in keys():
-        draft.add_unknown(name, origin)
+        draft.add_unknown(name, origin, value)
     else:
         draft.set_value(name, value, origin)
 
 
 def _add_section(draft: _Draft, origin: str, section: str, table: dict[str, Any]) -> None:
     if section not in sections():
+        whole = find_foreign(section)
+        if whole is not None and whole.is_off(table):
+            draft.problems.append(f"unknown section [{section}] ({origin}); {whole.advice(table)}")
+            return
         if any(find_foreign(f"{section}.{key}") for key in table):
-            for key in table:
-                draft.add_unknown(f"{section}.{key}", origin)
+            for key, value in table.items():
+                draft.add_unknown(f"{section}.{key}", origin, value)
             return
         near = nearest_section(section)
         near = near or _section_with(table)
@@ -284,7 +288,7 @@ def _add_overrides(draft: _Draft, overrides: list[str] | tuple[str, ...]) -> Non
             seen[name] = raw
             _override_entry(draft, name, entry, raw)
         elif name not in keys():
-            draft.add_unknown(name, OVERRIDE)
+            draft.add_unknown(name, OVERRIDE, _toml_or_text(raw))
         else:
             seen[name] = raw
             draft.set_value(name, _override_value(name, raw), OVERRIDE)
@@ -296,7 +300,7 @@ def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) ->
     given: Any = draft.values.get(key)
     count = len(given) if isinstance(given, list) else 0
     if key not in keys():
-        draft.add_unknown(key, OVERRIDE)
+        draft.add_unknown(key, OVERRIDE, raw)
     elif number >= count or not all(isinstance(item, dict) for item in given):
         draft.problems.append(
             f"override {name}: {key} has {number_of(count, 'entry', 'entries')}; they are "
@@ -309,7 +313,8 @@ def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) ->
 
 def _override_problem(name: str, has_equals: bool, raw: str) -> str | None:
     if name.startswith("--"):
-        return flag_problem(name) or f"{name} is no setting; settings are written section.key=VALUE"
+        problem = flag_problem(f"{name}={raw}" if has_equals else name)
+        return problem or f"{name} is no setting; settings are written section.key=VALUE"
     if not has_equals or not raw or not name:
         return (
             f"override {name or '='} has no {'value' if name else 'key'}; write section.key=VALUE"

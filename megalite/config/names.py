@@ -125,14 +125,14 @@ def toml_value(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def suggestion(name: str) -> tuple[list[str], str]:
+def suggestion(name: str, value: Any = True) -> tuple[list[str], str]:
     """The keys that an unknown dotted name most likely means, and the advice in words.
 
-    A word of another framework is translated (config/frameworks.py), any other is compared with all
-    keys by its spelling.
+    A word of another framework is translated (config/frameworks.py), or is to be removed where its
+    value switches off what is not here; any other is compared with all keys by its spelling.
     """
     if foreign := _foreign(name):
-        return ([] if foreign.setting is None else [foreign.setting]), foreign.advice
+        return ([] if foreign.setting is None else [foreign.setting]), foreign.advice(value)
     near = nearest(name)
     section = name.rpartition(".")[0]
     if near:
@@ -142,11 +142,16 @@ def suggestion(name: str) -> tuple[list[str], str]:
     return [], f"sections are {', '.join(sections())}"
 
 
-def flag_problem(flag: str) -> str | None:
-    """The message about a setting, of this or another framework, written as --flag; else None."""
-    name, has_value, _ = flag.lstrip("-").partition("=")
+def flag_problem(flag: str, following: str = "") -> str | None:
+    """The message about a setting, of this or another framework, written as --flag; else None.
+
+    following: the next word of the command line, which may be the value of a flag without "=".
+    """
+    name, has_value, value = flag.lstrip("-").partition("=")
     if foreign := _foreign(name):
-        return f"--{name} is no option; {foreign.advice}; settings are written section.key=VALUE"
+        given = value if has_value else following or True  # a lone flag switches on
+        form = "" if foreign.is_off(given) else "; settings are written section.key=VALUE"
+        return f"--{name} is no option; {foreign.advice(given)}{form}"
     if same := _same_spelling(name) or _joined(name):
         written = [f"{key}={'VALUE' if has_value else _value_of_flag(key)}" for key in same]
         return f"--{name} is no option; write {' or '.join(written)}"

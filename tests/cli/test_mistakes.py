@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megalite.cli.main import app
 from megalite.config.frameworks import find_foreign, foreign_words
 from megalite.config.load import load_config
-from megalite.config.names import flag_problem, keys, nearest
+from megalite.config.names import flag_problem, keys, nearest, toml_value
 from tests.cli.test_main import RUN
 
 # what is given on the command line -> the line that answers it
@@ -311,6 +311,36 @@ MISTAKES = {
     ),
 }  # fmt: skip
 
+# settings and flags of other frameworks with values that switch off what is not here either
+OFF = [
+    "parallelism.context_parallel_degree=1",
+    "parallelism.expert_parallel_degree=1",
+    "parallel.cp=1",
+    "model.num_experts=0",
+    "model.num_experts=None",
+    "fp8=false",
+    "compile.enable=false",
+    "training.compile=False",
+    "profiling.enable_profiling=false",
+    "float8.enable_fsdp_float8_all_gather=false",
+    "model.converters=[]",
+    "checkpoint.async_mode=disabled",
+    "checkpoint.load_step=-1",
+    "job.print_args=false",
+    "parallelism.data_parallel_shard_degree=1",
+    "torch_compile=False",
+    "trainer.max_epochs=-1",
+    "tokens.data_stages=[]",
+    "--context-parallel-size 1",
+    "--context-parallel-size=1",
+    "--expert-model-parallel-size 1",
+    "--fp8-format none",
+    "--parallelism.context_parallel_degree 1",
+    "--compile.enable=false",
+    "--async-save=false",
+    "--fsdp=",
+]
+
 # a line of a file -> the start of the answer, after the file's name
 LINES = {
     "bf16 = True": ", line 1: 'bf16 = True': Invalid value; write bf16 = true",
@@ -338,6 +368,68 @@ def test_a_mistake_is_answered_by_what_to_write(run_file: Path, given: str, line
     result = CliRunner().invoke(app, ["train", str(run_file), "--local", *given.split(" ")])
     assert result.exit_code == 2
     assert f"error: {line}" in result.stderr.splitlines()
+
+
+@pytest.mark.parametrize("given", OFF)
+def test_a_value_that_switches_off_what_is_not_here_is_to_be_removed(
+    run_file: Path, given: str
+) -> None:
+    result = CliRunner().invoke(app, ["train", str(run_file), "--local", *given.split(" ")])
+    name = given.replace("=", " ").split(" ")[0]
+    what = f"{name} is no option" if name.startswith("--") else f"unknown key {name} (override)"
+    assert result.stderr == f"error: {what}; remove it; it is off here as well\n"
+
+
+def test_a_flag_is_not_off_by_what_follows_it(run_file: Path) -> None:
+    flags = ["--squared-relu", "--mock-data", "false", "--profile", "train.steps=3", "--fsdp"]
+    result = CliRunner().invoke(app, ["train", str(run_file), *flags])
+    assert [line.split(";")[1] for line in result.stderr.splitlines()] == [
+        " megalite has no squared ReLU",
+        " remove it",
+        " megalite has no profiler",
+        " megalite has no FSDP",
+    ]
+
+
+def test_every_value_of_the_table_that_is_off_is_so_in_files_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    for row in foreign_words():
+        for value in row.off:
+            section, _, key = row.word.rpartition(".")
+            table = f"[{section or 'elsewhere'}]\n{key} = {toml_value(value)}\n"
+            path.write_text("[model]\n" + table if section != "model" else table)
+            (line,) = [
+                line
+                for line in CliRunner().invoke(app, ["train", str(path)]).stderr.splitlines()
+                if "unknown" in line
+            ]
+            assert line.endswith("; remove it; it is off here as well"), row
+
+
+def test_a_section_of_another_framework_is_off_by_its_switches(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        RUN + '[compile]\nenable = false\ncomponents = ["model"]\n'
+        "[profiling]\nenable_profiling = false\nprofile_freq = 10\n"
+        '[zero_optimization]\nstage = 1\noffload_optimizer = {device = "none", pin_memory = true}\n'
+        '[quantize]\nrecipe = "rowwise"\n'
+    )
+    run = ["train", str(path)]
+    off = "remove it; it is off here as well"
+    assert CliRunner().invoke(app, run).stderr.splitlines() == [
+        f"error: unknown section [compile] ({path}); {off}",
+        f"error: unknown section [profiling] ({path}); {off}",
+        f"error: unknown key zero_optimization.stage ({path}); that is optimizer.zero here "
+        "(0 or 1)",
+        f"error: unknown key zero_optimization.offload_optimizer ({path}); {off}",
+        f"error: unknown key quantize.recipe ({path}); megalite has no FP8 yet; "
+        "train.dtype=bfloat16",
+    ]
+
+    path.write_text(path.read_text().replace("profiling = false", "profiling = true"))
+    assert [line.partition("; ")[2] for line in CliRunner().invoke(app, run).stderr.splitlines()][
+        1:3
+    ] == ["megalite has no profiler; pipeline.trace_step records a step"] * 2
 
 
 @pytest.mark.parametrize(("text", "answer"), LINES.items())
@@ -525,7 +617,7 @@ def test_the_table_of_words_names_settings_that_exist() -> None:
         found = find_foreign(row.word)
         assert found is not None
         assert (found.setting is None) == (row.setting is None), row
-        assert (row.setting or row.note) in str(flag_problem(f"--{row.word}=1")), row
+        assert (row.setting or row.note) in str(flag_problem(f"--{row.word}=2")), row
 
 
 def test_the_device_is_an_option_and_one_that_is_not_there_is_refused(run_file: Path) -> None:

@@ -44,7 +44,10 @@ def flag(word: ForeignWord) -> str:
 
 def meaning(word: ForeignWord) -> str:
     if word.setting is None:
-        return f"no {word.note}"
+        # A switch needs no word: who reads "no ..." knows that false is that.
+        values = [value for value in word.off if type(value) is not bool]
+        off = " or ".join(str(value).lower() or '""' for value in values)
+        return f"no {word.note}" + (f" (remove it if {off})" if off else "")
     return f"`{word.setting}`" + (f": {word.note}" if word.note else "")
 
 
