@@ -24,7 +24,8 @@ MISTAKES = {
     ),
     "training.local_batch_size=4": (
         "unknown key training.local_batch_size (override); that is train.micro_batch here "
-        "(sequences of a microbatch; train.global_batch is the step's)"
+        "(with a pipeline that is pipeline_parallel_microbatch_size; train.global_batch is "
+        "global_batch_size, or local_batch_size x parallel.dp where that is not set)"
     ),
     "parallel.tensor_parallel=2": (
         "unknown key parallel.tensor_parallel (override); that is parallel.tp here"
@@ -38,6 +39,10 @@ MISTAKES = {
     "parallel.cp=2": (
         "unknown key parallel.cp (override); megalite has no context parallelism yet; "
         "parallel.sequence_parallel cuts activations over tp"
+    ),
+    "parallelism.pipeline_parallel_microbatch_size=1": (
+        "unknown key parallelism.pipeline_parallel_microbatch_size (override); that is "
+        "train.micro_batch here (local_batch_size is several of them, in a pipeline)"
     ),
     "model.num_experts=8": (
         "unknown key model.num_experts (override); megalite has no mixtures of experts yet"
@@ -498,7 +503,8 @@ def test_a_file_of_another_framework_is_answered_key_by_key(tmp_path: Path) -> N
     found = CliRunner().invoke(app, ["train", str(path)]).stderr.splitlines()
     assert found == [
         f"error: unknown key training.local_batch_size ({path}); that is train.micro_batch here "
-        "(sequences of a microbatch; train.global_batch is the step's)",
+        "(with a pipeline that is pipeline_parallel_microbatch_size; train.global_batch is "
+        "global_batch_size, or local_batch_size x parallel.dp where that is not set)",
         f"error: unknown key training.seq_len ({path}); that is data.seq_length here",
         f"error: unknown key training.steps ({path}); did you mean train.steps?",
         f"error: unknown key parallelism.tensor_parallel_degree ({path}); that is parallel.tp here",
