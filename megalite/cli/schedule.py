@@ -174,8 +174,8 @@ class _Shown:
         if self.record is not None:
             return f"{sizes}; {_ratio(self.record, line)}"
         return (
-            f"{sizes}; step {line.makespan:.4g}, bubble {line.bubble_fraction:.1%}, at most "
-            f"{peak_activations(s):g} activations a rank"
+            f"{sizes}; step {line.makespan:.4g}, bubble {line.bubble_fraction:.1%}, "
+            f"activations of at most {peak_activations(s):g} microbatches a rank"
         )
 
     @property

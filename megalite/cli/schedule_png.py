@@ -15,7 +15,6 @@ from megalite.schedules.view.draw_text import label
 from megalite.schedules.view.style import (
     HELD_FILL,
     HELD_LINE,
-    HELD_NAME,
     Unit,
     colour,
     legend,
@@ -148,7 +147,7 @@ def _draw_legend(figure: Figure, schedule: Schedule) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    entries = [*legend(schedule), (HELD_NAME, (HELD_FILL,))]
+    entries = legend(schedule)
     swatches: list[Any] = [tuple(Patch(facecolor=one) for one in shades) for _, shades in entries]
     figure.legend(
         swatches,

@@ -7,6 +7,7 @@ that knows the model (`megalite.planner`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,34 +15,13 @@ from megalite.schedules.action import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    COMPUTE,
     FORWARD,
     RECOMPUTE,
     Action,
     Schedule,
 )
 from megalite.schedules.simulate import Timeline
-
-
-def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, the most (stage, microbatch) pairs held at once, from start of F to end of W.
-
-    Depends on the order only. One pair is 1/v of a rank's activations for one microbatch.
-    """
-    return _peaks(schedule, FORWARD, (BACKWARD_WEIGHT, BACKWARD))
-
-
-def peak_deferred(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, the most weight gradients deferred at once: their B is done, their W is not."""
-    return _peaks(schedule, BACKWARD_INPUT, (BACKWARD_WEIGHT,))
-
-
-def _peaks(schedule: Schedule, opens: str, closes: tuple[str, ...]) -> tuple[int, ...]:
-    """Per rank, the most actions of kind `opens` that none of kinds `closes` has ended."""
-    peaks = []
-    for actions in schedule.ranks:
-        held = (1 if a.kind == opens else -1 if a.kind in closes else 0 for a in actions)
-        peaks.append(max(accumulate(held, initial=0)))
-    return tuple(peaks)
 
 
 @dataclass(frozen=True)
@@ -58,49 +38,73 @@ class MicrobatchMemory:
     deferred: float = 1.0
 
 
+def peak_live(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most (stage, microbatch) pairs held at once, by the order of actions alone.
+
+    A pair is held from the start of its F, or of its R where the forward is run again, to the end
+    of its W. One pair is 1/v of a rank's activations for one microbatch.
+    """
+    pair, peaks = MicrobatchMemory(), []
+    for actions in schedule.keep(COMPUTE).ranks:
+        again = _recomputed(actions)
+        held = accumulate((_change(action, pair, again) for action in actions), initial=0.0)
+        peaks.append(int(max(held)))
+    return tuple(peaks)
+
+
+def peak_deferred(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most weight gradients deferred at once: their B is done, their W is not."""
+    deferred = {BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}
+    return tuple(
+        max(accumulate((deferred.get(action.kind, 0) for action in actions), initial=0))
+        for actions in schedule.ranks
+    )
+
+
 def memory_over_time(
     schedule: Schedule, timeline: Timeline, held: tuple[MicrobatchMemory, ...] | None = None
 ) -> tuple[list[tuple[float, float]], ...]:
     """Per rank, (time, memory held from then on) at every change.
 
-    `held` is per stage; default: each (stage, microbatch) pair weighs 1/v from the start of its F
-    to the end of its W.
+    `held` is per stage; default: each pair of `peak_live` weighs 1/v.
     """
     share = 1 / schedule.v
     per_stage = held or (MicrobatchMemory(share, 0.0, share),) * schedule.num_stages
     lines = []
     for spans in timeline.spans:
-        recomputed = {(a.stage, a.mb) for a, _, _ in spans if a.kind == RECOMPUTE}
+        again = _recomputed(action for action, _, _ in spans)
         changes = [
-            _change(action, start, end, per_stage[action.stage], recomputed)
+            (
+                start if action.kind in (FORWARD, RECOMPUTE) else end,
+                _change(action, per_stage[action.stage], again),
+            )
             for action, start, end in spans
         ]
         lines.append(_running_sum(changes))
     return tuple(lines)
 
 
-def _change(
-    action: Action,
-    start: float,
-    end: float,
-    held: MicrobatchMemory,
-    recomputed: set[tuple[int, int]],
-) -> tuple[float, float]:
-    """The moment at which an action changes the memory held, and by how much.
+def _recomputed(actions: Iterable[Action]) -> set[tuple[int, int]]:
+    """The (stage, microbatch) pairs whose forward is run again."""
+    return {(action.stage, action.mb) for action in actions if action.kind == RECOMPUTE}
+
+
+def _change(action: Action, held: MicrobatchMemory, recomputed: set[tuple[int, int]]) -> float:
+    """The memory that a compute action takes at its start, or with a minus frees at its end.
 
     `recomputed`: (stage, microbatch) pairs whose forward is run again later.
     """
     kind = action.kind
     if kind == FORWARD:
         again = (action.stage, action.mb) in recomputed
-        return start, held.checkpoint if again else held.activations
+        return held.checkpoint if again else held.activations
     if kind == RECOMPUTE:
-        return start, held.activations - held.checkpoint
+        return held.activations - held.checkpoint
     if kind == BACKWARD:
-        return end, -held.activations
+        return -held.activations
     if kind == BACKWARD_INPUT:
-        return end, held.deferred - held.activations
-    return end, -held.deferred
+        return held.deferred - held.activations
+    return -held.deferred
 
 
 def _running_sum(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:

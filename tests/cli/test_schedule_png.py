@@ -46,7 +46,7 @@ def test_a_lane_has_boxes_with_labels_memory_and_its_peak() -> None:
         "forward (F)",
         "input gradient (B)",
         "weight gradient (W)",
-        "activations held (peak: right)",
+        "activations held, in microbatches (peak: right)",
     ]
 
 

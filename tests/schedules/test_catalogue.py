@@ -242,11 +242,12 @@ def test_a_stage_recomputes_all_of_its_microbatches_or_none() -> None:
 
 
 @EXAMPLES
-@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 12))
-def test_memory_over_time_peaks_where_the_order_says_and_ends_at_nothing(name, p, m) -> None:
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 12), st.booleans())
+def test_memory_over_time_peaks_where_the_order_says_and_ends_at_nothing(name, p, m, again) -> None:
     v = chunks_of(name, 2)
     m = max(m, 2 * p) if name == "dualpipe-v" else m
     schedule = build(name, p, v, m)
+    schedule = recompute(schedule) if again else schedule
     lines = memory_over_time(schedule, simulate(schedule, Durations.even(p, v, f=1.3, b=0.7)))
     for line, peak in zip(lines, peak_live(schedule), strict=True):
         assert peak_memory(line) == pytest.approx(peak / v)
@@ -259,6 +260,12 @@ def test_recomputed_microbatches_weigh_a_checkpoint_until_they_are_recomputed() 
     lines = memory_over_time(schedule, simulate(schedule, Durations.even(4, 1)), held)
     assert peak_memory(lines[0]) == pytest.approx(3 * 0.1 + 1.0)
     assert peak_memory(lines[3]) == pytest.approx(1.0)
+
+
+def test_a_recomputed_forward_holds_nothing_before_it_is_run_again() -> None:
+    assert peak_live(recompute(build("gpipe", 4, 2, 6))) == (1, 1, 1, 1)
+    assert peak_live(recompute(build("1f1b", 4, 1, 6))) == (1, 1, 1, 1)
+    assert peak_live(recompute(build("zb-h1", 4, 1, 8))) == (1, 2, 3, 4)
 
 
 def test_deferred_weight_gradients_are_counted() -> None:

@@ -150,7 +150,7 @@ def test_the_names_of_every_kind_lie_side_by_side_and_inside_the_picture() -> No
         "weight gradient (W)",
         "full backward (D)",
         "recompute (R)",
-        "activations held (peak: right)",
+        "activations from R on, in microbatches (peak: right)",
     ]
     assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
     assert ends[-1] < float(root.get("width", "nan"))
@@ -243,10 +243,26 @@ def run(*arguments: str) -> str:
 def test_the_command_draws() -> None:
     lines = run("zb-h1", "--pp", "4", "--microbatches", "6").splitlines()
     assert lines[0] == (
-        "zb-h1: 4 ranks x 1 chunks, 6 microbatches; step 21, bubble 14.3%, at most 4 activations "
-        "a rank"
+        "zb-h1: 4 ranks x 1 chunks, 6 microbatches; step 21, bubble 14.3%, activations of at most "
+        "4 microbatches a rank"
     )
     assert lines[1:] == picture("zb-h1", 4, 1, 6)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "gpipe"])
+@pytest.mark.parametrize("more", [(), ("--recompute",)])
+def test_the_title_and_the_lanes_have_the_same_peak(
+    tmp_path: Path, name: str, more: tuple[str, ...]
+) -> None:
+    run(name, *more, "--svg", str(tmp_path / "a.svg"))
+    drawn = ElementTree.parse(tmp_path / "a.svg")
+    texts = [text.text or "" for text in drawn.iter(f"{SVG}text")]
+    (title,) = (text for text in texts if text.startswith(f"{name}: "))
+    lanes = [note.text or "" for note in drawn.iter(f"{SVG}title")]
+    most = max(float(note.rpartition(" ")[2]) for note in lanes if note.startswith("held by"))
+    assert f"activations of at most {most:g} microbatches a rank" in title
+    start = "from R on" if more else "held"
+    assert f"activations {start}, in microbatches (peak: right)" in texts
 
 
 def test_the_command_lists_and_compares() -> None:

@@ -17,7 +17,6 @@ from megalite.schedules.view.draw_text import label
 from megalite.schedules.view.style import (
     HELD_FILL,
     HELD_LINE,
-    HELD_NAME,
     STYLES,
     Unit,
     colour,
@@ -159,7 +158,7 @@ def _round_step(rough: float) -> float:
 def _legend(schedule: Schedule) -> list[str]:
     """A swatch with a stripe per chunk and a text for every kind of action, and for memory."""
     parts, x = [], 10.0
-    for name, shades in [*legend(schedule), (HELD_NAME, (HELD_FILL,))]:
+    for name, shades in legend(schedule):
         stripe = 16 / len(shades)
         for index, shade in enumerate(shades):
             left = x + index * stripe

@@ -48,18 +48,23 @@ STYLES = {
         "recompute", "R", ("#ececec", "#d2d2d2", "#adadad", "#858585"), "bright_black"
     ),
 }
-HELD_FILL, HELD_LINE, HELD_NAME = "#e6dcf5", "#6f48ad", "activations held (peak: right)"
+HELD_FILL, HELD_LINE = "#e6dcf5", "#6f48ad"
 
 
 def legend(schedule: Schedule) -> list[tuple[str, tuple[str, ...]]]:
-    """Text and shades of each kind of compute action that a schedule has: chunk 0 comes first."""
+    """Text and shades of each kind of compute action that a schedule has, then of its memory.
+
+    Chunk 0 comes first.
+    """
     present = {action.kind for actions in schedule.ranks for action in actions}
     chunks = range(min(schedule.v, 4))
-    return [
+    entries = [
         (f"{style.name} ({style.letter})", tuple(_shade(style, schedule.v, i) for i in chunks))
         for kind, style in STYLES.items()
         if kind in present
     ]
+    held = "from R on" if RECOMPUTE in present else "held"
+    return [*entries, (f"activations {held}, in microbatches (peak: right)", (HELD_FILL,))]
 
 
 def colour(action: Action, schedule: Schedule) -> str:
