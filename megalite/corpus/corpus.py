@@ -288,6 +288,7 @@ def open_corpus(
 ) -> Corpus:
     """The corpus that `source` names: a folder, a text or JSONL file, or the word builtin.
 
+    A file without a suffix is a text if it is the source itself; a folder's need a suffix.
     `policy` defaults to fail, and to skip for builtin, whose files the user cannot correct.
     `suffixes` chooses the files of a folder, `encoding` is that of texts and of lines. Raises
     DataError if there is nothing to read, or a file is not what its name says.
@@ -308,10 +309,10 @@ def open_corpus(
 
     if not path.is_file():
         raise DataError(f"{source}: no such file or folder; give one, or the word {BUILTIN}")
-    if not path.name.lower().endswith(KNOWN_SUFFIXES):
+    if path.suffix and not path.name.lower().endswith(KNOWN_SUFFIXES):
         raise DataError(
-            f"{source}: file of unknown kind; wanted a name ending in "
-            f"{', '.join(KNOWN_SUFFIXES)}: rename it or convert it to JSONL"
+            f"{source}: file of unknown kind; wanted a name without a suffix (one text), or one "
+            f"ending in {', '.join(KNOWN_SUFFIXES)}: rename it or convert it to JSONL"
         )
     return Corpus(f"file {source}", [path], policy or "fail", key, max_bytes, encoding)
 

@@ -41,6 +41,7 @@ ONE_VALUE = {
     "a JSON array": (re.compile(rb"\s*\[\s*(\{|\n)"), "jq -c '.[]'"),
     "a JSON object over several lines": (re.compile(rb'\s*\{\s*\n\s*"'), "jq -c ."),
 }
+JSON_START = re.compile(rb'\s*(\{\s*"|\[\s*[\[{"])')
 SNIFFED = 4096  # bytes
 
 
@@ -71,12 +72,15 @@ def holds_records(path: Path) -> bool:
 def require_kinds(files: Iterable[Path], encoding: str) -> None:
     """Raise DataError, naming up to MAX_PLACES of them, for files that are not what they are named.
 
-    Only files of records: a text file is one document, and bad documents have a policy.
+    Only files of records, and those without a suffix that may hold some: a text file is one
+    document, and bad documents have a policy.
     """
     problems = [
         f"{path}: {problem}"
         for path in files
-        if holds_records(path) and path.is_file() and (problem := _kind_problem(path, encoding))
+        if (holds_records(path) or not path.suffix)
+        and path.is_file()
+        and (problem := _kind_problem(path, encoding))
     ]
     if problems:
         rest = len(problems) - MAX_PLACES
@@ -100,6 +104,13 @@ def _kind_problem(path: Path, encoding: str) -> str:
     except (OSError, EOFError, UnicodeError, zlib.error):
         return ""  # the reader raises it, with what follows from it
 
+    if not suffix:
+        if not JSON_START.match(head.removeprefix(BOM_BYTES)):
+            return ""
+        return (
+            "begins as JSON does, and its name has no suffix; name it .jsonl if each line is an "
+            "object, or .txt to take it as one text"
+        )
     if encoding == UTF8 and (found := kind_by_first_bytes(head)):
         remedy = "give --encoding utf-16" if found == "UTF-16" else "give it its right name"
         return f"named as lines of JSON, but its first bytes are those of {found}; {remedy}"

@@ -269,6 +269,36 @@ def test_a_folder_with_records_gives_these_alone_unless_asked_for_more(tmp_path:
     assert ".k06 1, others 14; --suffix" in open_corpus(str(tmp_path)).selection
 
 
+def test_a_file_without_a_suffix_that_is_named_itself_is_one_text(tmp_path: Path) -> None:
+    for name in ("copyright", "README", ".profile"):
+        (tmp_path / name).write_bytes(b"Copyright \xc2\xa9\n{")
+        assert read(tmp_path / name)[0] == ["Copyright \xa9\n{"]
+    with pytest.raises(DataError, match="left out 2: no suffix 2; --suffix takes them"):
+        read(tmp_path)
+    assert len(read(tmp_path, suffixes=["readme"])[0]) == 1
+    (tmp_path / "copyright").write_bytes(b"\xa9")
+    with pytest.raises(DataError, match="copyright: invalid UTF-8"):
+        read(tmp_path / "copyright")
+    assert read(tmp_path / "copyright", encoding="latin-1")[0] == ["\xa9"]
+    (tmp_path / "copyright").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(DataError, match="gzip"):
+        read(tmp_path / "copyright")
+
+
+@pytest.mark.parametrize(
+    "content", [GOOD, b"\n" + GOOD, BOM + GOOD, b'[{"text": "a"}]', b'{\n "text": "a"\n}\n']
+)
+def test_json_in_a_file_without_a_suffix_needs_a_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "dump"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        open_corpus(str(path), policy="skip")
+    assert str(caught.value) == (
+        f"{path}: begins as JSON does, and its name has no suffix; name it .jsonl if each line is "
+        "an object, or .txt to take it as one text"
+    )
+
+
 @pytest.mark.parametrize("suffix", [".json", ".json.gz", ".json.zst"])
 def test_lines_of_json_named_json_are_lines(tmp_path: Path, suffix: str) -> None:
     content = b"\n" + line("one") + line("two")
