@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from megalite.cli.completion import completion, shipped_from
 from megalite.errors import ConfigError
 
 _USES = {
@@ -17,7 +18,12 @@ _USES = {
 
 def configs(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Print this one, to edit as a file.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Print this one, to edit as a file.",
+            autocompletion=completion(shipped_from),
+        ),
     ] = None,
 ) -> None:
     """List the configs that come with megalite, or print one."""

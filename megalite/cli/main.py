@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megalite import __version__
+from megalite.cli.completion import join_words
 from megalite.cli.configs import configs
 from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
@@ -231,7 +232,7 @@ def version() -> None:
 def main() -> None:
     """Run the command line. Characters that standard output cannot have are replaced."""
     replace_unencodable()
-    app()
+    app(obj=join_words())
 
 
 def _lines(error: MegaliteError) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from megalite.cli.completion import completion, runs_from, settings_from
 from megalite.errors import ConfigError
 
 
@@ -51,36 +52,20 @@ def is_setting(text: str) -> bool:
     return "=" in text and ":" not in text.partition("=")[0]
 
 
-def complete_setting(incomplete: str) -> list[str]:
-    """For the shell: the settings that begin so. A single one comes with its values.
-
-    With values beside it, the shell adds no space behind the "=".
-    """
-    from megalite.config.names import keys, toml_value
-
-    name, equals, _ = incomplete.partition("=")
-    found = [key for key in keys().values() if key.name.startswith(name)]
-    if equals:
-        found = [key for key in found if key.name == name]
-    words = [f"{key.name}=" for key in found]
-    if len(found) == 1:
-        (key,) = found
-        values = (True, False) if bool in key.kinds else key.choices or (key.default,)
-        given = [value for value in values if value is not None or key.optional]
-        words += [f"{key.name}={toml_value(value).strip(chr(34))}" for value in given]
-    return [word for word in words if word.startswith(incomplete)]
-
-
 ConfigFile = Annotated[
     str,
-    typer.Argument(metavar="CONFIG", help="A TOML file, or a name that `megalite configs` lists."),
+    typer.Argument(
+        metavar="CONFIG",
+        help="A TOML file, or a name that `megalite configs` lists.",
+        autocompletion=completion(runs_from),
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.KEY=VALUE",
         help="Settings that replace the file's.",
-        autocompletion=complete_setting,
+        autocompletion=completion(settings_from),
     ),
 ]
 Gpus = Annotated[
@@ -159,7 +144,7 @@ class SettingsVerb(Verb):
             for arg, following in pairs
             if arg.startswith("--") and arg.partition("=")[0] not in own
         }
-        if flags:
+        if flags and not ctx.resilient_parsing:  # which a shell that completes asks for
             from megalite.config.names import flag_problem
 
             problems = {flag: flag_problem(flag, following) for flag, following in flags.items()}

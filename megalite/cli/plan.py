@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megalite.cli.completion import completion, hardware_from
 from megalite.cli.options import AsJson, ConfigFile, Gpus, Settings, path
 from megalite.errors import EXIT_USER
 
@@ -21,6 +22,7 @@ def plan(
             metavar="NAME|FILE",
             parser=path,
             help="The GPU: a100, h100, h200, b200, or a TOML file (default: log.hardware).",
+            autocompletion=completion(hardware_from),
         ),
     ] = None,
     as_json: AsJson = False,

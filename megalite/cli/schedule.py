@@ -15,7 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from megalite.cli.options import Gpus, complete_setting, file, is_setting
+from megalite.cli.completion import completion, runs_from, settings_from
+from megalite.cli.options import Gpus, file, is_setting
 from megalite.cli.options import path as as_path
 from megalite.errors import ScheduleError, cannot_write
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
@@ -45,10 +46,10 @@ def _count(what: str) -> Any:
     return typer.Option(min=1, metavar="N", help=what)
 
 
-def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    """For the shell: the schedules that begin so, and with --config the settings."""
-    names = [name for name in (*SCHEDULES, AUTO, FILE) if name.startswith(incomplete)]
-    return names + (complete_setting(incomplete) if ctx.params.get("config") else [])
+def _words_from(ctx: typer.Context, start: str) -> list[str]:
+    """For the shell: the schedules, and with --config the settings that begin with `start`."""
+    names = [] if start.startswith(FILE) else [*SCHEDULES, AUTO, FILE, f"{FILE}PATH"]
+    return names + (settings_from(ctx, start) if ctx.params.get("config") else [])
 
 
 def schedule(
@@ -59,7 +60,7 @@ def schedule(
             metavar="NAME|SECTION.KEY=VALUE",
             help="Schedules (auto: the best; file:PATH: a CSV), and settings that replace "
             "those of --config.",
-            autocompletion=_complete,
+            autocompletion=completion(_words_from),
         ),
     ] = None,
     pp: Annotated[int, _count("Pipeline ranks.")] = 4,
@@ -98,6 +99,7 @@ def schedule(
             metavar="CONFIG",
             parser=as_path,
             help="A run's TOML file, or its name: its stages, their modelled times, its schedule.",
+            autocompletion=completion(runs_from),
         ),
     ] = None,
     gpus: Gpus = None,

@@ -1,13 +1,11 @@
-"""The pages of help: every verb has one, with examples that are real; completion in the shell."""
+"""The pages of help: every verb has one, with examples that are real."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,70 +113,3 @@ def test_the_usage_line_names_the_program(launcher: list[str]) -> None:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Usage: python -m megalite train [OPTIONS] CONFIG ")
-
-
-def completed(line: str) -> list[str]:
-    """The words that bash would offer at the end of a line, as its script asks for them."""
-    words = line.split(" ")
-    environment = {
-        **os.environ,
-        "_MEGALITE_COMPLETE": "complete_bash",
-        "COMP_WORDS": "\n".join(words),
-        "COMP_CWORD": str(len(words) - 1),
-    }
-    command = Path(sys.executable).parent / "megalite"
-    done = subprocess.run([command], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("megalite d", ["data", "doctor"]),
-        ("megalite data in", ["inspect"]),
-        ("megalite train --pr", ["--print-config"]),
-        # A single word would get a space behind it, so a setting comes with its values.
-        ("megalite train c.toml train.global_b", ["train.global_batch="]),
-        ("megalite train c.toml data.pa", ["data.path=", "data.path=none"]),
-        (
-            "megalite train c.toml train.determ",
-            ["train.deterministic=", "train.deterministic=true", "train.deterministic=false"],
-        ),
-        ("megalite plan c.toml optimizer.lr_schedule=w", ["optimizer.lr_schedule=wsd"]),
-        ("megalite plan conf", []),  # the shell offers files
-        ("megalite schedule zb-h", ["zb-h1", "zb-h2"]),
-        ("megalite schedule pipeline.sche", []),
-        ("megalite schedule --config c.toml parallel.tp", ["parallel.tp=", "parallel.tp=1"]),
-        ("megalite data prepare --on-bad ", ["fail", "skip"]),
-    ],
-)
-def test_the_shell_completes_verbs_options_settings_and_schedules(
-    line: str, offered: list[str]
-) -> None:
-    assert completed(line) == offered
-
-
-def test_completion_imports_nothing_heavy() -> None:
-    code = """
-import os, sys
-os.environ |= {"_MEGALITE_COMPLETE": "complete_bash", "COMP_WORDS": "megalite train c.toml tr"}
-os.environ["COMP_CWORD"] = "3"
-sys.argv = ["megalite"]
-from megalite.cli.main import main
-try:
-    main()
-except SystemExit:
-    print([name for name in ("torch", "numpy", "rich.console") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "train.steps=" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_the_script_for_bash_is_written() -> None:
-    environment = {**os.environ, "_MEGALITE_COMPLETE": "source_bash"}
-    command = Path(sys.executable).parent / "megalite"
-    done = subprocess.run([command], env=environment, capture_output=True, text=True, check=True)
-    checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False)
-    assert checked.returncode == 0
-    assert "complete -o default" in done.stdout

@@ -1,0 +1,108 @@
+"""Completion in the shell: settings, their values and shipped configs for a half-written word.
+
+Where nothing is offered, the shell offers files. The shells' scripts are typer's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import typer
+
+
+def join_words() -> str:
+    """Join again the words of COMP_WORDS that bash has split at "=" and ":", since typer does not.
+
+    Of the last one only the part that bash replaces is left there; the part before is returned, to
+    be the context's `obj`. The name of an option, in `--name=value`, is a word before the last.
+    """
+    if "COMP_WORDS" not in os.environ:
+        return ""
+    words, kept, after_mark = [""], "", False
+    for word in os.environ["COMP_WORDS"].split("\n")[: int(os.environ["COMP_CWORD"]) + 1]:
+        is_mark = word != "" and not word.strip("=:")
+        if is_mark or (after_mark and word):
+            kept = words[-1] + (word if is_mark else "")
+            words[-1] += word
+        else:
+            kept = ""
+            words.append(word)
+        after_mark = is_mark
+
+    last = words.pop().removeprefix(kept)
+    if kept.startswith("-"):
+        option, _, kept = kept.partition("=")
+        words.append(option)
+    os.environ |= {"COMP_WORDS": "\n".join([*words[1:], last]), "COMP_CWORD": f"{len(words) - 1}"}
+    return kept
+
+
+def completion(words: Callable[[typer.Context, str], Iterable[str]]) -> Callable[..., list[str]]:
+    """An `autocompletion` that offers those of words(context, start) that begin with `start`."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        kept = ctx.obj or ""
+        start = kept + incomplete
+        return [word.removeprefix(kept) for word in words(ctx, start) if word.startswith(start)]
+
+    return complete
+
+
+def settings_from(_ctx: typer.Context, start: str) -> list[str]:
+    """The settings that begin with `start`. A single one comes with its values.
+
+    With words beside it, the shell adds no space behind the "=".
+    """
+    from megalite.config.names import keys, toml_value
+
+    name, equals, _ = start.partition("=")
+    found = [key for key in keys().values() if key.name.startswith(name)]
+    if equals:
+        found = [key for key in found if key.name == name]
+    if len(found) != 1:
+        return [f"{key.name}=" for key in found]
+
+    (key,) = found
+    values = (True, False) if bool in key.kinds else key.choices or (key.default,)
+    given = [toml_value(value) for value in values if value is not None or key.optional]
+    words = [f"{key.name}={text.strip(chr(34)).replace(', ', ',')}" for text in given]
+    if not equals:
+        return [f"{key.name}=", *(words or [f"{key.name}=VALUE"])]
+    return words if key.choices or not key.is_string else _with_files(words, start, name + equals)
+
+
+def runs_from(_ctx: typer.Context, start: str) -> list[str]:
+    """The shipped runs, and files that begin with `start`."""
+    from megalite.config.shipped import shipped_configs
+
+    return _with_files(
+        [one.name for one in shipped_configs().values() if one.kind == "runs"], start
+    )
+
+
+def hardware_from(_ctx: typer.Context, start: str) -> list[str]:
+    """The shipped hardware, and files that begin with `start`."""
+    from megalite.run.hardware import presets
+
+    return _with_files(presets(), start)
+
+
+def shipped_from(_ctx: typer.Context, _start: str) -> Iterable[str]:
+    """The shipped configs, of every kind."""
+    from megalite.config.shipped import shipped_configs
+
+    return shipped_configs()
+
+
+def _with_files(words: Iterable[str], start: str, before: str = "") -> list[str]:
+    """Words and the files that begin with `start`; none if no word does: the shell offers files.
+
+    before: what stands in front of a file's path.
+    """
+    from glob import escape, glob
+
+    if not any(word.startswith(start) for word in words):
+        return []
+    paths = glob(escape(start.removeprefix(before)) + "*")
+    return [*words, *sorted(f"{before}{path}{'/' * os.path.isdir(path)}" for path in paths)]
