@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megalite.cli.formatting import print_json
 from megalite.cli.options import AsJson, path
 
 _MARKS = {"ok": "ok", "warning": "warn", "missing": "MISS"}
@@ -30,8 +30,7 @@ def doctor(
     findings = examine(Path(out))
     code = exit_code(findings)
     if as_json:
-        report = {"ok": code == 0, "findings": [asdict(finding) for finding in findings]}
-        typer.echo(json.dumps(report, indent=2))
+        print_json({"ok": code == 0, "findings": [asdict(finding) for finding in findings]})
         raise typer.Exit(code)
     width = max(len(finding.name) for finding in findings)
     for finding in findings:

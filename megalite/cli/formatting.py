@@ -1,6 +1,11 @@
-"""Numbers as text for people, in the same form for every verb."""
+"""Values as text, in the same form for every verb: numbers for people, JSON for programs."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
 
 
 def short_count(value: int | None) -> str:
@@ -19,3 +24,10 @@ def short_duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def print_json(values: dict[str, Any]) -> None:
+    """Print what `--json` asks for; numbers that are not finite become "nan", "inf" or "-inf"."""
+    from megalite.record.records import plain
+
+    typer.echo(json.dumps(plain(values), indent=2, allow_nan=False))

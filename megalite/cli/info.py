@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from megalite.cli.formatting import short_count
+from megalite.cli.formatting import print_json, short_count
 from megalite.cli.options import AsJson, path
 from megalite.errors import DataError
 
@@ -36,13 +35,11 @@ def info(
         raise DataError(
             f"{name} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
         )
-    from megalite.record.records import plain
     from megalite.train.info import describe
 
     found = describe(Path(name), verify=not quick)
     if as_json:
-        typer.echo(json.dumps(plain(found), indent=2, allow_nan=False))
-        return
+        return print_json(found)
     lines = {"run": _run, "checkpoint": _checkpoint, "dataset": _dataset}[found["kind"]]
     for line in lines(found, quick):
         typer.echo(line)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from megalite.cli.completion import completion, hardware_from
+from megalite.cli.formatting import print_json
 from megalite.cli.options import AsJson, ConfigFile, Gpus, Settings, path
 from megalite.errors import EXIT_USER
 
@@ -54,7 +54,7 @@ def plan(
             {"settings": list(change), "process_bytes": other.most_bytes}
             for change, other in changes
         ]
-        typer.echo(json.dumps(values, indent=2, allow_nan=False))
+        print_json(values)
     else:
         lines = list(report_lines(report, device))  # complete, so an error is printed alone
         lines += unfit_lines(report, device, changes) if device is not None and unfit else []

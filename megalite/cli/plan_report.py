@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megalite.cli.formatting import short_count, short_duration
-from megalite.cli.schedule_config import Plan, plan_of, stage_lines
+from megalite.cli.schedule_config import Plan, plan_of, stage_lines, stage_values
 from megalite.config import RunConfig
 from megalite.config.names import number_of
 from megalite.layout.topology import Topology
@@ -255,10 +255,7 @@ def report_values(report: Report, device: Hardware | None) -> dict[str, Any]:
         "micro_batches": plan.num_micro_batches,
         "schedule": {"name": plan.name, "bubble": abs(report.timeline.bubble_fraction)},
         "utilised": report.utilised,
-        "stages": [
-            {"pipeline_rank": stage.rank, "layers": list(stage.layers), "work": work}
-            for stage, work in zip(report.stages, plan.work(), strict=True)
-        ],
+        "stages": stage_values(plan),
         "pipeline_ranks": [
             {
                 "parameters": memory.states.num_parameters,

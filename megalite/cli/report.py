@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megalite.cli.options import file
+from megalite.cli.formatting import print_json
+from megalite.cli.options import AsJson, file
 from megalite.errors import MegaliteError
 
 
@@ -22,6 +23,7 @@ def report(
             help="The picture to write (default: RUN/loss.png; of several runs none).",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print a run's losses and where its time went, or compare runs.
 
@@ -30,7 +32,7 @@ def report(
     from megalite.checks.packages import missing_package
     from megalite.record.figure import save
     from megalite.record.loss_figure import loss_figure
-    from megalite.record.report import comparison, read_run, summary, time_table
+    from megalite.record.report import comparison, figures, read_run, summary, time_table
 
     # Without matplotlib there is all but the picture, unless that was asked for.
     lacking = missing_package("matplotlib")
@@ -38,7 +40,9 @@ def report(
         raise MegaliteError(f"--out {lacking}")
 
     records = {name: read_run(run) for name, run in zip(_names(runs), runs, strict=True)}
-    if len(records) == 1:
+    if as_json:
+        lines = []
+    elif len(records) == 1:
         (record,) = records.values()
         lines = [*summary(record), "", *time_table(record)]
     else:
@@ -48,8 +52,15 @@ def report(
 
     # A picture of several runs belongs to none of their folders.
     picture = out or (runs[0] / "loss.png" if len(runs) == 1 else None)
-    if picture is not None and not lacking:
-        save(loss_figure(records), picture)
+    drawn = picture if not lacking else None
+    if drawn is not None:
+        save(loss_figure(records), drawn)
+    if as_json:
+        values = [
+            {"name": name, "path": str(run), **figures(record)}
+            for run, (name, record) in zip(runs, records.items(), strict=True)
+        ]
+        return print_json({"runs": values, "loss_curve": None if drawn is None else str(drawn)})
     absent = "of several runs only with --out FILE"
     typer.echo(f"\nloss curve: {absent if picture is None else lacking or picture}")
 

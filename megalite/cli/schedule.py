@@ -1,34 +1,38 @@
 """`megalite schedule`: draw, compare and write pipeline schedules, without torch.
 
 Reading order: `schedule` (the options), then where schedules come from (`_build`, `_of_config`,
-`_show_run`), then what is shown of them (`_show`, `_comparison`, `_write`).
+`_of_run`), then what is shown of them (`_Shown`, `_show`, `_comparison`, `_write`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megalite.cli.completion import completion, runs_from, settings_from
-from megalite.cli.options import Gpus, file, is_setting
+from megalite.cli.formatting import print_json
+from megalite.cli.options import AsJson, Gpus, file, is_setting
 from megalite.cli.options import path as as_path
 from megalite.errors import ScheduleError, cannot_write
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
 from megalite.schedules.catalogue import FAMILY, SCHEDULES
 from megalite.schedules.check import check_schedule
 from megalite.schedules.csv_form import FILE, read_file, write_csv
-from megalite.schedules.memory import peak_deferred
-from megalite.schedules.tune import AUTO, default_name, peak_activations, tune
+from megalite.schedules.memory import peak_deferred, peak_live
+from megalite.schedules.tune import AUTO, default_name, tune
 from megalite.schedules.view.draw_svg import draw_html, draw_svg
 from megalite.schedules.view.draw_text import Cell, draw_text, plain
 from megalite.schedules.view.style import STYLES, Unit
 from megalite.schedules.view.trace import Measured, chrome_trace, read_trace
+
+if TYPE_CHECKING:
+    from megalite.cli.schedule_config import Plan
 
 
 def _to_file(what: str) -> Any:
@@ -111,6 +115,7 @@ def schedule(
             help="A run folder: its recorded step beside the simulated one.",
         ),
     ] = None,
+    as_json: AsJson = False,
     stages: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Draw and compare pipeline schedules.
@@ -125,18 +130,27 @@ def schedule(
     settings = [word for word in words or [] if is_setting(word)]
     names = [word for word in words or [] if not is_setting(word)]
 
+    # `lines` and `values` are what --config shows above its schedules, as text and as JSON.
+    lines: list[str] = []
+    values: dict[str, Any] = {}
+
     # A run or a config determines sizes and times, so options that would change them are refused.
     if from_run is not None:
         _require_none_of(ctx, "--from-run", *_SIZES, "words", "compare", "config", "gpus")
-        return _show_run(from_run, unit, files)
-    if config is not None:
+        shown = [_of_run(from_run)]
+    elif config is not None:
+        from megalite.cli.schedule_config import plan_of, stage_lines, stage_values
+
         _require_none_of(ctx, "--config", *_SIZES)
-        shown = _of_config(config, settings, gpus, names, compare)
+        plan = plan_of(config, settings, gpus)
+        shown, left_out = _of_config(plan, names, compare)
+        lines = [*stage_lines(plan), *(f"left out: {error}" for error in left_out)]
+        values = {"stages": stage_values(plan), "left_out": left_out}
     elif settings or gpus is not None:
         given_word = settings[0] if settings else f"--gpus={gpus}"
         raise ScheduleError(f"{given_word} changes the run of --config; give both, or neither")
     elif not names and not compare:
-        return typer.echo(_catalogue())
+        return print_json({"catalogue": _listed()}) if as_json else typer.echo(_catalogue())
     else:
         fit = [
             one.name for one in SCHEDULES.values() if chunks is None or one.chunks.allows(chunks)
@@ -152,7 +166,21 @@ def schedule(
             again=recomputed,
         )
         shown = [build_one(name) for name in names or fit]
-    _show(shown, compare, unit, files)
+    if files and len(shown) != 1:
+        raise ScheduleError("files are written for one schedule at a time; give one NAME")
+
+    # Text comes before its files; JSON after them, because it has their paths.
+    if not as_json:
+        for line in lines:
+            typer.echo(line)
+        _show(shown, compare, unit, bool(files))
+    for kind, path in files.items():
+        _write(shown[0], kind, path)
+        if not as_json:
+            typer.echo(f"wrote {path}")
+    if as_json:
+        written = {kind: str(path) for kind, path in files.items()}
+        print_json({**values, "schedules": [one.values for one in shown], "files": written})
 
 
 @dataclass(frozen=True)
@@ -171,25 +199,51 @@ class _Shown:
     @property
     def title(self) -> str:
         """The line above the picture."""
-        s, line = self.schedule, self.timeline
-        sizes = f"{self.name}: {s.p} ranks x {s.v} chunks, {s.m} microbatches"
-        if self.record is not None:
-            return f"{sizes}; {_ratio(self.record, line)}"
-        return (
-            f"{sizes}; step {line.makespan:.4g}, bubble {line.bubble_fraction:.1%}, "
-            f"activations of at most {peak_activations(s):g} microbatches a rank"
+        sizes = "{name}: {pp} ranks x {chunks} chunks, {microbatches} microbatches"
+        figures = (
+            "step {step_time:.4g}, bubble {bubble_fraction:.1%}, activations of at most "
+            "{peak_activations:g} microbatches a rank"
         )
+        if self.record is not None:
+            figures = _ratio(self.record, self.timeline)
+        return f"{sizes}; {figures}".format(**self.values)
 
     @property
     def measured(self) -> Timeline | None:
         """The measured time line, in the unit of the simulated one."""
         return None if self.record is None else self.record.timeline
 
-    @property
-    def num_messages(self) -> int:
-        """Messages of a step: one each way per microbatch between stages on different ranks."""
-        crossings = sum(a != b for a, b in pairwise(self.schedule.place))
-        return 2 * self.schedule.m * crossings
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The figures of title and table by name, and those of each pipeline rank.
+
+        Times are in the unit of the axis. Activations are in whole-rank activations of one
+        microbatch. A message goes each way per microbatch between stages on different ranks.
+        """
+        s, line, factor = self.schedule, self.timeline, self.unit.factor
+        live, deferred = peak_live(s), peak_deferred(s)
+        found = {
+            "name": self.name,
+            "pp": s.p,
+            "chunks": s.v,
+            "microbatches": s.m,
+            "time_unit": self.unit.text,
+            "step_time": line.makespan * factor,
+            "bubble_fraction": abs(line.bubble_fraction),  # no minus where it is rounded to 0
+            "span_bubble": line.span_bubble * factor,
+            "peak_activations": max(live) / s.v,
+            "peak_deferred": max(deferred) / s.v,
+            "messages": 2 * s.m * sum(a != b for a, b in pairwise(s.place)),
+            "bubble_formula": SCHEDULES[self.name].bubble if self.name in SCHEDULES else "",
+            "pipeline_ranks": [
+                {"busy_time": t * factor, "peak_activations": a / s.v, "peak_deferred": d / s.v}
+                for t, a, d in zip(line.busy, live, deferred, strict=True)
+            ],
+        }
+        if self.record is not None:
+            step_time = self.record.timeline.makespan * factor
+            found["recorded"] = {"step": self.record.step, "step_time": step_time}
+        return found
 
 
 # The parameters that a config or a run determines.
@@ -252,15 +306,8 @@ def _build(
     return _Shown(name, built, simulate(built, durations), unit)
 
 
-def _of_config(
-    path: str, settings: list[str], gpus: int | None, names: list[str], compare: bool
-) -> list[_Shown]:
-    """A run's schedule, or others in its place; prints the run's stages and work."""
-    from megalite.cli.schedule_config import plan_of, stage_lines
-
-    plan = plan_of(path, settings, gpus)
-    for line in stage_lines(plan):
-        typer.echo(line)
+def _of_config(plan: Plan, names: list[str], compare: bool) -> tuple[list[_Shown], list[str]]:
+    """A run's schedule, or others in its place; and why some of all were left out."""
     every = compare and not names
     fit = [one.name for one in SCHEDULES.values() if one.chunks.allows(plan.config.parallel.vpp)]
     unit = Unit("time (1 = the mean rank's work on one microbatch)")
@@ -274,24 +321,15 @@ def _of_config(
         except ScheduleError as error:
             if not every:
                 raise
-            left_out.append(f"left out: {error}")
-    for line in left_out:
-        typer.echo(line)
-    return shown
+            left_out.append(str(error))
+    return shown, left_out
 
 
-def _show_run(run: Path, unit: float | None, files: Mapping[str, Path]) -> None:
-    """Show the recorded step of a run beside a simulation of it with the same durations."""
+def _of_run(run: Path) -> _Shown:
+    """The recorded step of a run beside a simulation of it with the same durations."""
     record = read_trace(run)
     simulated = simulate(record.schedule, record.durations())
-    typer.echo(f"{record.name}, {_ratio(record, simulated)}")
-    if not files:
-        column = unit if unit is not None else record.timeline.makespan / 100
-        for title, line in (("simulated", simulated), ("measured", record.timeline)):
-            typer.echo(f"{title} (a column is {column * 1e3:.3g} ms)")
-            _print_picture(record.schedule, line, column)
-    shown = _Shown(record.name, record.schedule, simulated, Unit("time (ms)", 1e3), record)
-    _write(shown, files)
+    return _Shown(record.name, record.schedule, simulated, Unit("time (ms)", 1e3), record)
 
 
 def _ratio(record: Measured, simulated: Timeline) -> str:
@@ -303,30 +341,46 @@ def _ratio(record: Measured, simulated: Timeline) -> str:
     )
 
 
-def _show(
-    shown: Sequence[_Shown], compare: bool, unit: float | None, files: Mapping[str, Path]
-) -> None:
-    """Print a table of several schedules, or the picture of one, or write its files."""
-    if compare or len(shown) > 1:
+def _show(shown: Sequence[_Shown], compare: bool, unit: float | None, drawn: bool) -> None:
+    """Print a table of several schedules, or the figures and the picture of one.
+
+    drawn: the picture is in a file, so that none is printed.
+    """
+    if compare or len(shown) != 1:
         for line in _comparison(shown):
             typer.echo(line)
-    if len(shown) != 1:
-        if files:
-            raise ScheduleError("files are written for one schedule at a time; give one NAME")
         return
     (one,) = shown
-    if not compare and not files:
+    if one.record is not None:
+        typer.echo(f"{one.name}, {_ratio(one.record, one.timeline)}")
+        column = unit if unit is not None else one.record.timeline.makespan / 100
+        both = {} if drawn else {"simulated": one.timeline, "measured": one.record.timeline}
+        for title, timeline in both.items():
+            typer.echo(f"{title} (a column is {column * 1e3:.3g} ms)")
+            _print_picture(one.schedule, timeline, column)
+    elif not drawn:
         typer.echo(one.title)
         _print_picture(one.schedule, one.timeline, unit)
-    _write(one, files)
+
+
+def _listed() -> list[dict[str, str]]:
+    """The rows of the catalogue."""
+    return [
+        {
+            "name": one.name,
+            "chunks": one.chunks.text,
+            "bubble": one.bubble,
+            "memory": one.memory,
+            "summary": one.summary,
+        }
+        for one in SCHEDULES.values()
+    ]
 
 
 def _catalogue() -> str:
     lines = ["schedule           chunks  bubble                     memory     what it is"]
-    for one in SCHEDULES.values():
-        lines.append(
-            f"{one.name:<18} {one.chunks.text:>6}  {one.bubble:<26} {one.memory:<10} {one.summary}"
-        )
+    row = "{name:<18} {chunks:>6}  {bubble:<26} {memory:<10} {summary}"
+    lines += [row.format(**one) for one in _listed()]
     lines += [
         "",
         "Bubble in F, B, W of a whole rank and memory in its activations of one microbatch, with p",
@@ -336,25 +390,25 @@ def _catalogue() -> str:
     return "\n".join(lines)
 
 
-# the columns of a comparison: numbers stand right, the first and the last are text
-_COLUMNS: dict[str, Callable[[_Shown], str]] = {
-    "schedule": lambda one: one.name,
-    "chunks": lambda one: str(one.schedule.v),
-    "step": lambda one: f"{one.timeline.makespan:.4g}",
-    "bubble": lambda one: f"{one.timeline.bubble_fraction:.1%}",
-    "span": lambda one: f"{one.timeline.span_bubble:.4g}",
-    "memory": lambda one: f"{peak_activations(one.schedule):g}",
-    "deferred": lambda one: f"{max(peak_deferred(one.schedule)) / one.schedule.v:g}",
-    "p2p": lambda one: str(one.num_messages),
-    "formula": lambda one: SCHEDULES[one.name].bubble if one.name in SCHEDULES else "",
+# The columns of a comparison: a name and how a value is written. Numbers stand right.
+_COLUMNS = {
+    "schedule": "{name}",
+    "chunks": "{chunks}",
+    "step": "{step_time:.4g}",
+    "bubble": "{bubble_fraction:.1%}",
+    "span": "{span_bubble:.4g}",
+    "memory": "{peak_activations:g}",
+    "deferred": "{peak_deferred:g}",
+    "p2p": "{messages}",
+    "formula": "{bubble_formula}",
 }
 
 
 def _comparison(shown: Sequence[_Shown]) -> list[str]:
     """The lines of a table, a row per schedule."""
     columns = []
-    for head, cell_of in _COLUMNS.items():
-        cells = [head, *(cell_of(one) for one in shown)]
+    for head, form in _COLUMNS.items():
+        cells = [head, *(form.format(**one.values) for one in shown)]
         pad = str.ljust if head in ("schedule", "formula") else str.rjust
         columns.append([pad(cell, max(map(len, cells))) for cell in cells])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
@@ -386,17 +440,14 @@ def _coloured(rank: int, row: list[Cell], digits: int) -> str:
     return "".join(words)
 
 
-def _write(one: _Shown, files: Mapping[str, Path]) -> None:
-    """Write a schedule's files, by kind, and print the path of each."""
-    for kind, path in files.items():
-        if kind == "png":
-            _write_png(one, path)
-        else:
-            try:
-                path.write_text(_text_of(one, kind), encoding="utf-8")
-            except OSError as error:
-                raise ScheduleError(cannot_write(path, error)) from None
-        typer.echo(f"wrote {path}")
+def _write(one: _Shown, kind: str, path: Path) -> None:
+    """Write a schedule's file of a kind."""
+    if kind == "png":
+        return _write_png(one, path)
+    try:
+        path.write_text(_text_of(one, kind), encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(cannot_write(path, error)) from None
 
 
 def _write_png(one: _Shown, path: Path) -> None:

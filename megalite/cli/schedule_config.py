@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 from megalite.checks import open_run
 from megalite.config import RunConfig
@@ -78,20 +80,29 @@ def _parts(times: Durations) -> tuple[tuple[float, ...], ...]:
     return times.forward, times.backward_input, times.backward_weight
 
 
+def stage_values(plan: Plan) -> list[dict[str, Any]]:
+    """The rank, the layers and the share of the work of each stage, as values."""
+    counts = stage_layer_counts(plan.config)
+    ends = accumulate(counts)
+    return [
+        {"pipeline_rank": rank, "layers": list(range(end - count, end)), "work": work}
+        for rank, count, end, work in zip(plan.own.place, counts, ends, plan.work(), strict=True)
+    ]
+
+
 def stage_lines(plan: Plan) -> Iterator[str]:
     """A table of the stages: rank, layers and share of the work of each."""
-    parallel, place = plan.config.parallel, plan.own.place
-    counts, work = stage_layer_counts(plan.config), plan.work()
-    first = [sum(counts[:stage]) for stage in range(len(counts))]
+    parallel, stages = plan.config.parallel, stage_values(plan)
     per_rank = [
-        sum(w for w, rank in zip(work, place, strict=True) if rank == pp)
+        sum(stage["work"] for stage in stages if stage["pipeline_rank"] == pp)
         for pp in range(parallel.pp)
     ]
     yield "stage  rank  layers        work"
-    for stage, (rank, count, amount) in enumerate(zip(place, counts, work, strict=True)):
-        layers = f"{first[stage]}-{first[stage] + count - 1}" if count else "none"
-        ends = [name for name, at in (("embedding", 0), ("head", len(counts) - 1)) if at == stage]
-        yield f"{stage:>5}  {rank:>4}  {layers:<8}  {amount:8.1%}  {' + '.join(ends)}".rstrip()
+    for number, stage in enumerate(stages):
+        layers = f"{stage['layers'][0]}-{stage['layers'][-1]}" if stage["layers"] else "none"
+        ends = [name for name, at in (("embedding", 0), ("head", len(stages) - 1)) if at == number]
+        row = f"{number:>5}  {stage['pipeline_rank']:>4}  {layers:<8}  {stage['work']:8.1%}"
+        yield f"{row}  {' + '.join(ends)}".rstrip()
     yield (
         f"work: of the mean rank's {plan.config.model.num_layers / parallel.pp:g} layers with its "
         f"share of the head; the busiest rank has {max(per_rank):.1%}"

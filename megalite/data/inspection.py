@@ -60,6 +60,11 @@ class Inspection:
     checks: list[Check]
 
     @property
+    def mean_tokens(self) -> float:
+        """Mean length of a document in tokens; 0 without documents."""
+        return self.num_tokens / self.num_documents if self.num_documents else 0.0
+
+    @property
     def good(self) -> bool:
         """True if all checks passed."""
         return all(check.good for check in self.checks)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from megalite.errors import DataError
@@ -92,47 +92,78 @@ def eval_names(*records: RunRecord) -> list[str]:
     return list(dict.fromkeys(line["name"] for record in records for line in record.evals))
 
 
+def figures(record: RunRecord) -> dict[str, Any]:
+    """The values that a report prints, from which its lines are made.
+
+    Times are of the last attempt that trained, without its first step: an earlier one may have had
+    another layout or other machines. step_time_s is a median; time_shares, by part, are of the mean
+    and empty where no step has its time split. None stands for what the run's file does not have.
+    """
+    attempt, steady = _timed_steps(record)
+    wall_s = sum(line["step_time_s"] for line in steady)
+    vocab = vocab_size(record)
+    return {
+        "steps": len(record.steps),
+        "consumed_tokens": record.steps[-1].get("consumed_tokens"),
+        "parameters": record.head.get("parameters"),
+        "loss": _ends(record.steps),
+        "evaluations": {
+            name: _ends([line for line in record.evals if line["name"] == name])
+            for name in eval_names(record)
+        },
+        "vocab_size": vocab,
+        "guessing_loss": None if vocab is None else math.log(vocab),
+        "attempt": attempt,
+        "step_time_s": median(line["step_time_s"] for line in steady) if steady else None,
+        "time_shares": {
+            part: sum(line[f"time_{part}_s"] for line in steady) / wall_s
+            for part in TIME_PARTS
+            if steady
+        },
+        "damage": record.damage,
+    }
+
+
+def _ends(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The number of some losses, with the first and the last."""
+    return {"count": len(lines), "first": lines[0]["loss"], "last": lines[-1]["loss"]}
+
+
 def summary(record: RunRecord) -> list[str]:
     """The lines about a run's length, size and losses."""
-    steps, parameters = record.steps, record.head.get("parameters")
-    tokens = steps[-1].get("consumed_tokens")
-    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
+    found = figures(record)
+    steps, vocab, evaluations = found["steps"], found["vocab_size"], found["evaluations"]
+    tokens, parameters = map(short_count, (found["consumed_tokens"], found["parameters"]))
+    count = "1 step" if steps == 1 else f"{steps} steps"
     lines = [
-        f"{count}, {short_count(tokens)} tokens, {short_count(parameters)} parameters",
-        "training loss   " + _change([step["loss"] for step in steps]),
+        f"{count}, {tokens} tokens, {parameters} parameters",
+        "training loss   " + _change(found["loss"]),
     ]
-    names = eval_names(record)
-    width = max([16, *(len(f"{name} loss ") for name in names)])
-    for name in names:
-        named = [line["loss"] for line in record.evals if line["name"] == name]
-        lines.append(f"{name} loss".ljust(width) + _change(named))
-    vocab = vocab_size(record)
+    width = max([16, *(len(f"{name} loss ") for name in evaluations)])
+    lines += [f"{name} loss".ljust(width) + _change(ends) for name, ends in evaluations.items()]
     if vocab is not None:
-        lines.append(f"guessing among {vocab} tokens would be ln({vocab}) = {math.log(vocab):.4f}")
+        guess = f"{found['guessing_loss']:.4f}"
+        lines.append(f"guessing among {vocab} tokens would be ln({vocab}) = {guess}")
     if record.damage is not None:
         lines.append(f"warning: {record.damage}")
     return lines
 
 
-def _change(losses: list[float]) -> str:
+def _change(ends: Mapping[str, Any]) -> str:
     """The first and the last of some losses, or the only one."""
-    return " -> ".join(f"{loss:.4f}" for loss in (losses[:1] + losses[1:][-1:]))
+    first, last = f"{ends['first']:.4f}", f"{ends['last']:.4f}"
+    return first if ends["count"] == 1 else f"{first} -> {last}"
 
 
 def time_table(record: RunRecord) -> list[str]:
-    """Lines with the mean time of each part of a step, mean over ranks, without the first step.
-
-    Of the last attempt that trained: an earlier one may have had another layout or other machines.
-    """
-    attempt, steady = _timed_steps(record)
-    if not steady:
+    """Lines with the mean time of each part of a step, mean over ranks, as `figures` has it."""
+    found = figures(record)
+    if found["step_time_s"] is None:
         return ["no step has its time split"]
-    wall_s = fmean(line["step_time_s"] for line in steady)
-    took_ms = median(line["step_time_s"] for line in steady) * 1e3
-    rows = [f"a step took {took_ms:.0f} ms (median of attempt {attempt}):"]
-    for part in TIME_PARTS:
-        seconds = fmean(line[f"time_{part}_s"] for line in steady)
-        rows.append(f"  {part:<10}{seconds / wall_s:7.1%}   {_MEANING[part]}")
+    took_ms = found["step_time_s"] * 1e3
+    rows = [f"a step took {took_ms:.0f} ms (median of attempt {found['attempt']}):"]
+    for part, share in found["time_shares"].items():
+        rows.append(f"  {part:<10}{share:7.1%}   {_MEANING[part]}")
     return rows
 
 
@@ -141,12 +172,13 @@ def comparison(runs: Mapping[str, RunRecord]) -> list[str]:
     kinds = eval_names(*runs.values())
     rows = [["run", "steps", "tokens", "parameters", "training", *kinds, "ms a step"]]
     for name, record in runs.items():
-        steps, (_, steady) = record.steps, _timed_steps(record)
-        last = {line["name"]: f"{line['loss']:.4f}" for line in record.evals}
-        took = f"{median(line['step_time_s'] for line in steady) * 1e3:.0f}" if steady else "n/a"
-        sizes = (steps[-1].get("consumed_tokens"), record.head.get("parameters"))
-        losses = [f"{steps[-1]['loss']:.4f}", *(last.get(kind, "n/a") for kind in kinds)]
-        rows.append([name, str(len(steps)), *map(short_count, sizes), *losses, took])
+        found = figures(record)
+        took_s, evaluations = found["step_time_s"], found["evaluations"]
+        sizes = map(short_count, (found["consumed_tokens"], found["parameters"]))
+        ends = [found["loss"], *map(evaluations.get, kinds)]
+        losses = [f"{one['last']:.4f}" if one else "n/a" for one in ends]
+        took = "n/a" if took_s is None else f"{took_s * 1e3:.0f}"
+        rows.append([name, str(found["steps"]), *sizes, *losses, took])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *cells in rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -49,6 +51,17 @@ def test_the_work_is_that_of_the_layers_and_the_head() -> None:
     moved = plan_of(CONFIG, ["parallel.stage_layers=[1, 1, 2, 0]"]).work()
     assert moved[2] == pytest.approx(2 * moved[0])
     assert moved[3] == pytest.approx(work[3] - work[0])
+
+
+def test_json_has_the_stages_and_what_was_left_out() -> None:
+    found = json.loads("\n".join(lines("--compare", "--json")))
+    work = plan_of(CONFIG, []).work()
+    assert found["stages"] == [
+        {"pipeline_rank": stage % 2, "layers": [stage], "work": work[stage]} for stage in range(4)
+    ]
+    assert any(line.startswith("dualpipe-v needs") for line in found["left_out"])
+    assert {"interleaved", "zb-v"} <= {one["name"] for one in found["schedules"]}
+    assert found["schedules"][0]["time_unit"] == "time (1 = the mean rank's work on one microbatch)"
 
 
 def test_a_v_places_the_last_stage_beside_the_first() -> None:

@@ -63,9 +63,28 @@ def test_damaged_tokens_fail_a_check_and_the_command(
         "fingerprint",
         "checksum",
     }
-    result = CliRunner().invoke(app, ["data", "inspect", prefix])
-    assert result.exit_code == 2
-    assert f"error: {prefix}: fingerprint: found" in result.stderr
+    for more in ([], ["--json"]):
+        result = CliRunner().invoke(app, ["data", "inspect", prefix, *more])
+        assert result.exit_code == 2
+        assert f"error: {prefix}: fingerprint: found" in result.stderr
+    assert not json.loads(result.stdout)["sound"]
+
+
+def test_json_has_the_values_of_the_text(prefix: str, make: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(app, ["data", "inspect", prefix, "--documents", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["prefix"] == prefix
+    assert (found["num_documents"], found["num_sequences"], found["dtype"]) == (31, 31, "uint16")
+    assert found["mean_tokens"] == pytest.approx(found["num_tokens"] / 31)
+    assert found["quantiles"].keys() == {"0.0", "0.01", "0.1", "0.5", "0.9", "0.99", "1.0"}
+    assert sum(count for _, _, count in found["histogram"]) == 31
+    assert [document["text"] for document in found["shown"]] == [TEXTS[0][:64]]
+    assert found["sidecar"]["vocab_size"] == 290
+    assert found["sound"]
+    assert all(check["good"] for check in found["checks"])
+    result = CliRunner().invoke(app, ["data", "inspect", str(make([], name="none")), "--json"])
+    assert json.loads(result.stdout)["sidecar"] is None
 
 
 def test_a_byte_between_the_blocks_of_the_fingerprint_fails_the_checksum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,44 @@ def test_several_runs_are_a_table_and_one_picture(
         2,
         f"error: {tmp_path / 'gone' / 'c.png'} cannot be written: No such file or directory\n",
     )
+
+
+def test_json_has_the_figures_of_each_run(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a" / "run", [3.0, 2.0, float("nan")])
+    file = MetricsFile(first / "metrics.jsonl")
+    times = {f"time_{part}_s": 0.5 if part == "data" else 0.0 for part in TIME_PARTS}
+    file.write("step", step=4, loss=1.0, consumed_tokens=20_000, step_time_s=2.0, **times)
+    for step, loss in ((2, 2.5), (4, 1.5)):
+        file.write("eval", step=step, name="validation", loss=loss)
+    file.close()
+    second = write_run(tmp_path / "b" / "run", [float("nan")])
+    result = invoke("report", first, second, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["loss_curve"] is None
+    assert found["runs"][0] == {
+        "name": "a/run",
+        "path": str(first),
+        "steps": 4,
+        "consumed_tokens": 20_000,
+        "parameters": 12_345_678,
+        "loss": {"count": 4, "first": 3.0, "last": 1.0},
+        "evaluations": {"validation": {"count": 2, "first": 2.5, "last": 1.5}},
+        "vocab_size": 97,
+        "guessing_loss": pytest.approx(4.5747, abs=1e-4),
+        "attempt": 2,
+        "step_time_s": 2.0,
+        "time_shares": {part: 0.25 if part == "data" else 0.0 for part in TIME_PARTS},
+        "damage": None,
+    }
+    other = found["runs"][1]
+    assert other["loss"] == {"count": 1, "first": "nan", "last": "nan"}
+    assert (other["evaluations"], other["step_time_s"], other["time_shares"]) == ({}, None, {})
+
+    # A picture is drawn as without --json, and its path is a value.
+    result = invoke("report", second, "--json")
+    assert json.loads(result.stdout)["loss_curve"] == str(second / "loss.png")
+    assert (second / "loss.png").is_file()
 
 
 def test_a_run_that_is_given_twice_is_refused(tmp_path: Path) -> None:

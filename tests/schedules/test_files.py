@@ -265,6 +265,41 @@ def test_the_title_and_the_lanes_have_the_same_peak(
     assert f"activations {start}, in microbatches (peak: right)" in texts
 
 
+def test_json_has_the_values_of_the_picture_and_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    found = json.loads(run("zb-h1", "--microbatches", "6", "--json", "--csv", str(path)))
+    assert found["files"] == {"csv": str(path)}
+    (one,) = found["schedules"]
+    assert one == {
+        "name": "zb-h1",
+        "pp": 4,
+        "chunks": 1,
+        "microbatches": 6,
+        "time_unit": "time (1 = a rank's forward of one microbatch)",
+        "step_time": 21.0,
+        "bubble_fraction": pytest.approx(3 / 21),
+        "span_bubble": 3.0,
+        "peak_activations": 4.0,
+        "peak_deferred": 4.0,
+        "messages": 36,
+        "bubble_formula": "(p-1) max(F, B, F+B-W)",
+        "pipeline_ranks": [
+            {"busy_time": 18.0, "peak_activations": 4.0, "peak_deferred": float(rank + 1)}
+            for rank in range(4)
+        ],
+    }
+    assert read_csv(path.read_text()) == build("zb-h1", 4, 1, 6)
+    both = json.loads(run("1f1b", "family:f=1", "--json"))["schedules"]
+    assert [(one["name"], one["bubble_formula"]) for one in both] == [
+        ("1f1b", "(p-1)(F+B+W)"),
+        ("family:f=1", ""),
+    ]
+    assert run("family:f=1", "--compare").endswith(" 48\n")  # no formula, no word in its place
+    listed = json.loads(run("--json"))["catalogue"]
+    assert [one["name"] for one in listed] == list(SCHEDULES)
+    assert listed[0].keys() == {"name", "chunks", "bubble", "memory", "summary"}
+
+
 def test_the_command_lists_and_compares() -> None:
     listed = run()
     assert all(name in listed for name in NAMES)

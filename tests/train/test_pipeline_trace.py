@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,6 +46,11 @@ def test_the_command_shows_it_beside_the_simulated_one(run: Path, tmp_path: Path
     lines = done.output.splitlines()
     assert lines[0].startswith("zb-v, step 2: measured ")
     assert [line.split()[0] for line in lines[1:]] == ["simulated", "0", "1", "measured", "0", "1"]
+    asked = CliRunner().invoke(app, ["schedule", "--from-run", str(run), "--json"])
+    (one,) = json.loads(asked.output)["schedules"]
+    took, step_ms = read_trace(run).timeline.makespan, lines[0].split()[4]
+    assert one["recorded"] == {"step": 2, "step_time": pytest.approx(took * 1e3)}
+    assert (one["time_unit"], f"{took * 1e3:.1f}") == ("time (ms)", step_ms)
     files = {form: tmp_path / f"a.{form}" for form in ("html", "png")}
     words = [word for form, file in files.items() for word in (f"--{form}", str(file))]
     drawn = CliRunner().invoke(app, ["schedule", "--from-run", str(run), *words])

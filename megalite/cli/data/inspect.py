@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megalite.cli.data.source import unknown
-from megalite.cli.options import path
+from megalite.cli.formatting import print_json
+from megalite.cli.options import AsJson, path
 
 if TYPE_CHECKING:
     from megalite.data.inspection import Inspection
@@ -30,6 +32,7 @@ def inspect(
     ] = None,
     documents: Annotated[int, typer.Option(metavar="N", help="Documents to print.")] = 3,
     tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each to print.")] = 64,
+    as_json: AsJson = False,
 ) -> None:
     """Print a dataset's counts, lengths and documents; verify it.
 
@@ -39,22 +42,30 @@ def inspect(
     from megalite.errors import DataError
 
     found = inspect_dataset(prefix, tokenizer, documents, tokens)
-    for line in report(found):
-        typer.echo(line)
+    if as_json:
+        print_json(_values(found))
+    else:
+        typer.echo("\n".join(report(found)))
     if bad := [check for check in found.checks if not check.good]:
         raise DataError("\n".join(f"{prefix}: {check.name}: {check.detail}" for check in bad))
 
 
+def _values(found: Inspection) -> dict[str, Any]:
+    """The values of a whole inspection, by the names of its fields; the sidecar as in its file."""
+    sidecar = None if found.sidecar is None else found.sidecar.model_dump()
+    more = {"mean_tokens": found.mean_tokens, "sound": found.good}
+    return {**asdict(found), "sidecar": sidecar, **more}
+
+
 def report(found: Inspection) -> list[str]:
     """The lines of a whole inspection."""
-    mean = found.num_tokens / found.num_documents if found.num_documents else 0.0
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in found.quantiles.items())
     lines = [
         f"dataset    {found.prefix}",
         f"tokens     {found.num_tokens:,} ({found.dtype})",
         f"documents  {found.num_documents:,} in {found.num_sequences:,} sequences",
         *_origin(found),
-        f"lengths    mean {mean:,.1f} tokens; quantiles {quantiles or 'none'}",
+        f"lengths    mean {found.mean_tokens:,.1f} tokens; quantiles {quantiles or 'none'}",
         *_histogram(found),
     ]
     for shown in found.shown:
