@@ -103,7 +103,9 @@ def _problems(
 
 def _in_all(found: Sequence[list[str]], wrong: frozenset[str]) -> list[str]:
     """The problems that all lists have and that name no setting that is `wrong` itself."""
-    names = [re.compile(rf"{re.escape(name)}\b") for name in wrong]
+    # A setting of no section is a common word: it is named by its "=".
+    ends = {name: r"\b" if "." in name else "=" for name in wrong}
+    names = [re.compile(rf"(?<![\w.]){re.escape(name)}{end}") for name, end in ends.items()]
     return [
         problem
         for problem in (found[0] if found else [])

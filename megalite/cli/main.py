@@ -30,6 +30,7 @@ from megalite.process.terminal import replace_unencodable
 
 if TYPE_CHECKING:
     from megalite.config import RunConfig
+    from megalite.process.launcher import Launch
 
 # The verbs in the order in which they are listed.
 _VERBS = (
@@ -187,31 +188,32 @@ def _train(
     if print_config:
         return typer.echo(format_config(open_run(config, settings, keep_dp_open=not local)))
 
-    # A lone process may be one that should have been started by a launcher: `train_command` looks.
+    # A lone process may be one of several that a launcher should have started, with a parallel.dp
+    # that is not known here.
     launch = read_launch()
     if not local:
         flag.place(launch)
     alone = launch.source == "single" and not local
     world_size = None if local or alone else launch.world_size
     missing = partial(missing_inputs, prepared=local and launch.source == "single")
-    inputs = (missing_extras, missing, _start_problems)
+    inputs = (missing_extras, missing, partial(_start_problems, launch=launch, local=local))
     run = open_run(config, settings, world_size, keep_dp_open=alone, more=inputs)
     if words := prepare_words(run.config):
         from megalite.cli.data.missing import run_prepare
 
         run_prepare(words)
-        run = open_run(config, settings, more=(missing_inputs, _start_problems))
+        run = open_run(config, settings, more=(missing_inputs, inputs[-1]))
 
     from megalite.train.launch import train_command
 
     train_command(run.config, launch, local=local, device=kind, accept=allowed, flag=flag)
 
 
-def _start_problems(config: RunConfig) -> list[str]:
-    """`start_problems`, imported only when the settings could be read: it needs numpy."""
-    from megalite.train.start_checks import start_problems
+def _start_problems(config: RunConfig, launch: Launch, local: bool) -> list[str]:
+    """Problems at the start, imported only when the settings could be read: it needs numpy."""
+    from megalite.train.start_checks import launcher_problems, start_problems
 
-    return start_problems(config)
+    return [*launcher_problems(config, launch, local), *start_problems(config)]
 
 
 app.command(cls=Verb)(configs)

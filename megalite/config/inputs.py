@@ -15,6 +15,11 @@ from pathlib import Path
 from megalite.config.schema import DataConfig, EvalConfig, RunConfig
 from megalite.config.shares import MAX_PARTS, SPLIT_NAMES, blend_parts, decimal_fraction
 
+NO_DATA = (
+    "neither data.path nor data.sources is set; give the prefix of a dataset, or make one with "
+    "`megalite data prepare SOURCE --out PREFIX`"
+)
+
 
 @dataclass(frozen=True)
 class Source:

@@ -1,7 +1,7 @@
 """From a resolved config to running ranks: under torchrun or srun, alone, or started here.
 
-Checks that need no torch come before torch is imported, which takes seconds: the world size against
-the layout, left-over launcher variables, and whether there is a checkpoint. rank.py runs a rank.
+Whether the run can go on from its checkpoint is checked before torch is imported, which takes
+seconds. start_checks.py has what is checked before; rank.py runs a rank.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from megalite.checkpoint.names import checkpoints_of, list_steps
 from megalite.checks import check_and_resolve
 from megalite.config import RunConfig
-from megalite.config.resume import require_resume_mode
-from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
 from megalite.process.launcher import DeviceKind, Launch
 from megalite.process.signals import SignalFlag
@@ -31,18 +28,18 @@ def train_command(
 ) -> None:
     """Run a checked config to its end and exit with the run's code (0, or 75 saved on a signal).
 
+    The config has passed `launcher_problems` and `start_problems`.
+
     local: start all ranks here; otherwise this process is one, started as `launch` describes.
     device: "auto" takes GPUs where there is one for each process. flag:
     may have been entered earlier; signals that it remembers count as if they came now. Raises
-    ConfigError and CheckpointError before torch is imported.
+    CheckpointError before torch is imported.
     """
     with flag:
-        require_launcher(config, launch, local)
         if config.parallel.dp is None:  # this process is alone, as the layout wants it
             config = check_and_resolve(config, launch.world_size)
 
         # Reported here, once: each rank would find it by itself, seconds later.
-        require_checkpoint(config)
         require_resumable(config, accept)
         if local:
             code = _run_all_ranks(config, device, accept, flag)
@@ -50,35 +47,6 @@ def train_command(
             code = _run_this_rank(launch, config, device, accept, flag)
         flag.ignore()
         sys.exit(code)
-
-
-def require_launcher(config: RunConfig, launch: Launch, local: bool) -> None:
-    """Raise ConfigError unless the launcher started as many processes as the layout has ranks.
-
-    local: this process starts all ranks, so no launcher may have started it.
-    """
-    if local and launch.source != "single":
-        raise ConfigError(
-            f"--local starts its own processes, but {launch.source} already started this one as "
-            f"rank {launch.rank} of {launch.world_size}; leave one of the two out"
-        )
-    layout = Topology.of(config.parallel)
-    if not local and layout.world_size != launch.world_size:
-        raise ConfigError(
-            f"parallel.tp={layout.tp} x pp={layout.pp} x dp={layout.dp} needs {layout.world_size} "
-            f"processes, this is {launch.world_size}; add --local to start them here, or start "
-            f"with torchrun --nproc-per-node={layout.world_size} --no-python megalite train ..."
-        )
-
-
-def require_checkpoint(config: RunConfig) -> None:
-    """Raise CheckpointError if the names in the run's folder contradict checkpoint.resume.
-
-    A checkpoint may still turn out to be damaged when the ranks read it.
-    """
-    root = checkpoints_of(config.folder)
-    found = list_steps(root)
-    require_resume_mode(config.checkpoint.resume, root, found[-1][1].name if found else None)
 
 
 def _run_all_ranks(

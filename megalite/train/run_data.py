@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cache, partial
 
 from megalite.config import RunConfig
-from megalite.config.inputs import sources, split_set_names
+from megalite.config.inputs import NO_DATA, sources, split_set_names
 from megalite.config.names import number_of
 from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
@@ -57,7 +57,7 @@ def open_data(config: RunConfig) -> RunData:
     data = config.data
     blend = sources(data)
     if not blend:
-        raise ConfigError("data.path is not set; give the prefix that `megalite data` wrote")
+        raise ConfigError(NO_DATA)
 
     # Cached, because several sources or sets may name one dataset, whose check reads much of it.
     opened = cache(partial(open_dataset, config=config))

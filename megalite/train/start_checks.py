@@ -18,17 +18,42 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.names import checkpoints_of, list_steps
 from megalite.checkpoint.store import check_sizes
 from megalite.config import RunConfig
-from megalite.config.inputs import dataset_paths, sources
+from megalite.config.inputs import NO_DATA, dataset_paths, sources
+from megalite.config.resume import require_resume_mode
 from megalite.config.saved import saved_config
 from megalite.data.dataset import TokenDataset
 from megalite.data.indexed import file_of
 from megalite.data.inputs import require_own_tokenizer, split_source, whole_set
 from megalite.data.sidecar import require_checksum
 from megalite.errors import CheckpointError, DataError
+from megalite.layout.topology import Topology
+from megalite.process.launcher import Launch
 from megalite.train.changes import changed_settings, require_accepted, resumed_plan
 from megalite.train.origin import check_origin
 
 CHECKED_BYTES = 1 << 30  # read and summed in less than a second
+
+
+def launcher_problems(config: RunConfig, launch: Launch, local: bool) -> list[str]:
+    """A line if a launcher started what starts its own ranks, or none started what has several.
+
+    local: this process starts all ranks. The number of processes that a launcher started is a
+    world size, which `checks.settings` compares.
+    """
+    started = launch.source != "single"
+    if local and started:
+        return [
+            f"--local starts its own processes, but {launch.source} already started this one as "
+            f"rank {launch.rank} of {launch.world_size}; leave one of the two out"
+        ]
+    layout = Topology.of(config.parallel)
+    if local or started or layout.world_size == 1:
+        return []
+    return [
+        f"parallel.tp={layout.tp} x parallel.pp={layout.pp} x parallel.dp={layout.dp} needs "
+        f"{layout.world_size} processes, this is 1; add --local to start them here, or start with "
+        f"torchrun --nproc-per-node={layout.world_size} --no-python megalite train ..."
+    ]
 
 
 def start_problems(config: RunConfig) -> list[str]:
@@ -36,7 +61,12 @@ def start_problems(config: RunConfig) -> list[str]:
 
     Missing files are left out: `config.inputs.missing_inputs` names them.
     """
-    return [*_data_problems(config), *_folder_problems(config.folder), *_weights_problems(config)]
+    return [
+        *_data_problems(config),
+        *_folder_problems(config),
+        *_resume_problems(config),
+        *_weights_problems(config),
+    ]
 
 
 def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
@@ -61,7 +91,7 @@ def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
 
 
 def _data_problems(config: RunConfig) -> list[str]:
-    problems: list[str] = []
+    problems: list[str] = [] if sources(config.data) else [NO_DATA]
     for path in dict.fromkeys(path for _, path in dataset_paths(config)):
         if all(file_of(path, suffix).is_file() for suffix in (".bin", ".idx")):
             problems += _dataset_problems(path, config)
@@ -118,8 +148,9 @@ def _check_samples(dataset: TokenDataset, path: str, config: RunConfig) -> None:
             whole_set(dataset, entry.name).require_samples(config.data.seq_length)
 
 
-def _folder_problems(folder: Path) -> Iterator[str]:
+def _folder_problems(config: RunConfig) -> Iterator[str]:
     """The reason why a run folder cannot be made or written to."""
+    folder = config.folder
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     inside = [checkpoints_of(folder), folder / "metrics.jsonl"]
     if not nearest.is_dir():
@@ -132,7 +163,23 @@ def _folder_problems(folder: Path) -> Iterator[str]:
         reason = f"{inside[1]} is a folder"
     else:
         return
-    yield f"run folder {folder} cannot be written: {reason}; change out or name"
+    yield (
+        f"run folder {folder} cannot be written: {reason}; change out={config.out} or "
+        f"name={config.name}"
+    )
+
+
+def _resume_problems(config: RunConfig) -> Iterator[str]:
+    """A line if the names in the run's folder contradict checkpoint.resume.
+
+    A checkpoint may still turn out to be damaged when the ranks read it.
+    """
+    root = checkpoints_of(config.folder)
+    found = list_steps(root)
+    try:
+        require_resume_mode(config.checkpoint.resume, root, found[-1][1].name if found else None)
+    except CheckpointError as error:
+        yield f"{error}"
 
 
 def _weights_problems(config: RunConfig) -> Iterator[str]:

@@ -16,9 +16,11 @@ from megalite.config.names import keys
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
+from megalite.process.launcher import Launch
 from megalite.schedules import build
 from megalite.schedules.csv_form import write_csv
 from megalite.train.engine import Engine
+from megalite.train.start_checks import launcher_problems, start_problems
 from tests import ROOT
 from tests.data.kit import write_dataset
 
@@ -42,7 +44,8 @@ global_batch = 8
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = tmp_path / "run.toml"
-    file.write_text(RUN)
+    data = write_dataset(tmp_path / "data", [list(range(90))] * 9, 96)
+    file.write_text(RUN.replace("[data]", f'[data]\npath = "{data}"'))
     return file
 
 
@@ -55,9 +58,13 @@ def test_every_kind_of_problem_is_reported_at_once(path: Path) -> None:
         assert any(problem.startswith(start) for problem in caught.value.problems), start
 
 
+def alone(config: RunConfig) -> list[str]:
+    return launcher_problems(config, Launch(), local=config.parallel.pp == 2)
+
+
 def problems(path: Path, *settings: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        open_run(path, settings, more=[missing_inputs])
+        open_run(path, settings, more=[missing_inputs, start_problems, alone])
     return caught.value.problems
 
 
@@ -72,12 +79,23 @@ def problems(path: Path, *settings: str) -> list[str]:
           "data.path=nowhere: no file"]),
         (["trian.foo=1", "eval.batches=2"], ["unknown key trian.foo", "eval.batches=2 has no"]),
         (["train.batch_size=4", "parallel.pp=5"],
-         ["unknown key train.batch_size (override); that", "model.num_layers=4 is too few for"]),
+         ["unknown key train.batch_size (override); that", "model.num_layers=4 is too few for",
+          "parallel.tp=1 x parallel.pp=5 x parallel.dp=1 needs 5"]),
+        # what is named otherwise elsewhere hides nothing
+        (["dump_folder=x", "data.path=nowhere"],
+         ["unknown key dump_folder (override); that is out", "data.path=nowhere: no file"]),
+        (["run_name=x", "data.path=nowhere", "parallel.pp=1", "parallel.dp=2"],
+         ["unknown key run_name (override); that is name", "data.path=nowhere: no file",
+          "parallel.tp=1 x parallel.pp=1 x parallel.dp=2 needs 2"]),
+        (["data.path=none", "train.steps=x"],
+         ['train.steps="x" (override) needs', "neither data.path nor data.sources is set"]),
         # what another choice would make of the rest is not known
         (["optimizer.lr_schedule=constnat", "optimizer.decay_steps=2"],
          ['optimizer.lr_schedule="constnat" (override) needs']),
         (["train.global_batch=x", "optimizer.warmup_tokens=5"],
          ['train.global_batch="x" (override) needs']),
+        (["data.path=none", "data.sources=x"], ['data.sources="x" (override) needs']),
+        (["parallel.pp=x", "parallel.dp=2"], ['parallel.pp="x" (override) needs']),
         (["parallel.tp=x", "parallel.sequence_parallel=true"],
          ['parallel.tp="x" (override) needs']),
     ],
@@ -138,7 +156,7 @@ def test_a_lone_process_that_should_be_several_is_told_so_first(path: Path) -> N
     data = write_dataset(path.parent / "data", [list(range(90))] * 9, 96)
     result = CliRunner().invoke(app, [*arguments, f"data.path={data}"])
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: parallel.tp=1 x pp=2 x dp=1 needs 2 processes, this is")
+    assert result.stderr.startswith("error: parallel.tp=1 x parallel.pp=2 x parallel.dp=1 needs 2 ")
 
 
 def test_an_engine_refuses_what_is_not_resolved() -> None:

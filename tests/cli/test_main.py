@@ -19,6 +19,7 @@ from megalite.__main__ import main as command
 from megalite.cli.main import app
 from megalite.errors import ConfigError, DataError
 from tests import ROOT
+from tests.data.kit import write_dataset
 
 RUN = """
 [model]
@@ -38,8 +39,14 @@ global_batch = 4
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(RUN)
+    path.write_text(run_with_data(tmp_path))
     return path
+
+
+def run_with_data(folder: Path) -> str:
+    """RUN with a dataset, which is made in the folder."""
+    data = write_dataset(folder / "tokens", [list(range(90))] * 9, 97)
+    return RUN.replace("[data]", f'[data]\npath = "{data}"')
 
 
 @pytest.fixture
@@ -167,6 +174,20 @@ def test_every_problem_gets_a_line_and_nothing_starts(
         "error: train.global_batch=4 is not divisible by train.micro_batch=3"
     )
     assert lines[2].startswith("error: data.path=gone: no file gone.bin nor gone.idx")
+
+
+def test_what_is_not_there_is_reported_with_what_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    given = ["parallel.tp=2", "train.micro_batch=3", "checkpoint.resume=must", f"out={tmp_path}"]
+    lines = invoke("train", path, *given).stderr.splitlines()
+    assert [line.removeprefix("error: ")[:40] for line in lines] == [
+        "train.global_batch=4 is not divisible by",
+        "parallel.tp=2 x parallel.pp=1 x parallel",
+        "neither data.path nor data.sources is se",
+        'checkpoint.resume="must", but ' + str(tmp_path)[:10],
+    ]
+    assert len(invoke("train", path, *given, "train.steps=x").stderr.splitlines()) == 5
 
 
 def test_print_config_of_an_invalid_config_fails(run_file: Path) -> None:

@@ -14,7 +14,7 @@ from megalite.cli.main import app
 from megalite.config.frameworks import find_foreign, foreign_words
 from megalite.config.load import load_config
 from megalite.config.names import flag_problem, keys, nearest, toml_value
-from tests.cli.test_main import RUN
+from tests.cli.test_main import run_with_data
 
 # what is given on the command line -> the line that answers it
 MISTAKES = {
@@ -364,7 +364,7 @@ LINES = {
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(RUN)
+    path.write_text(run_with_data(tmp_path))
     return path
 
 
@@ -414,7 +414,7 @@ def test_every_value_of_the_table_that_is_off_is_so_in_files_too(tmp_path: Path)
 def test_a_section_of_another_framework_is_off_by_its_switches(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
-        RUN + '[compile]\nenable = false\ncomponents = ["model"]\n'
+        run_with_data(tmp_path) + '[compile]\nenable = false\ncomponents = ["model"]\n'
         "[profiling]\nenable_profiling = false\nprofile_freq = 10\n"
         '[zero_optimization]\nstage = 1\noffload_optimizer = {device = "none", pin_memory = true}\n'
         '[quantize]\nrecipe = "rowwise"\n'
@@ -458,7 +458,7 @@ def test_a_config_that_is_no_toml_file_is_named(tmp_path: Path) -> None:
 
 def test_a_key_that_could_move_the_cursor_is_shown_escaped(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(RUN + '["\\u001b[2J\\n"]\nkey = 1\n')
+    path.write_text(run_with_data(tmp_path) + '["\\u001b[2J\\n"]\nkey = 1\n')
     result = CliRunner().invoke(app, ["train", str(path)])
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: unknown section [\\x1b[2J\\n] ({path}); ")
@@ -496,7 +496,7 @@ def test_a_path_that_the_system_refuses_gets_one_line(
 def test_a_file_of_another_framework_is_answered_key_by_key(tmp_path: Path) -> None:
     path = tmp_path / "titan.toml"
     path.write_text(
-        RUN + "[training]\nlocal_batch_size = 8\nseq_len = 16\nsteps = 3\n"
+        run_with_data(tmp_path) + "[training]\nlocal_batch_size = 8\nseq_len = 16\nsteps = 3\n"
         "[parallelism]\ntensor_parallel_degree = 2\n[metrics]\nlog_freq = 10\n"
         '[float8]\nrecipe_name = "rowwise"\n[optimiser]\nlr = 1\n'
     )
@@ -517,7 +517,7 @@ def test_a_file_of_another_framework_is_answered_key_by_key(tmp_path: Path) -> N
 
 def test_a_table_where_a_list_of_tables_belongs_is_answered_by_its_form(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(RUN + '[data.sources]\npath = "a"\n')
+    path.write_text(run_with_data(tmp_path) + '[data.sources]\npath = "a"\n')
     found = CliRunner().invoke(app, ["train", str(path)]).stderr
     assert found == (
         f'error: data.sources={{path = "a"}} ({path}) needs a list, for example [1, 2]; write '
@@ -605,10 +605,11 @@ def test_a_value_that_can_only_mean_one_thing_is_taken(
 
 
 def test_whole_numbers_in_exponent_form_are_integers_in_files_too(run_file: Path) -> None:
-    run_file.write_text(RUN.replace("steps = 3", "tokens = 1e10\nloss_spike_window = 1e2"))
+    text = run_file.read_text()
+    run_file.write_text(text.replace("steps = 3", "tokens = 1e10\nloss_spike_window = 1e2"))
     train = load_config(run_file).config.train
     assert (train.tokens, train.loss_spike_window) == (10**10, 100)
-    run_file.write_text(RUN.replace("steps = 3", "tokens = 1e400"))
+    run_file.write_text(text.replace("steps = 3", "tokens = 1e400"))
     result = CliRunner().invoke(app, ["train", str(run_file)])
     assert "error: train.tokens=inf" in result.stderr
 

@@ -511,13 +511,16 @@ def test_a_left_over_place_silences_no_other_verb(verb: list[str]) -> None:
 def test_a_layout_for_more_processes_than_there_are_is_refused(runs: Runs) -> None:
     result = CliRunner().invoke(app, ["train", str(runs.config("run", parallel__dp=1))])
     assert result.exit_code == 2
-    assert "parallel.tp=2 x pp=1 x dp=1 needs 2 processes, this is 1; add --local" in result.stderr
+    needs = (
+        "parallel.tp=2 x parallel.pp=1 x parallel.dp=1 needs 2 processes, this is 1; add --local"
+    )
+    assert needs in result.stderr
     assert not (runs.folder / "run").exists()
 
 
 REFUSALS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a part of torchrun's variables": ([], {"RANK": "0"}, "found RANK=0 but not LOCAL_RANK, "),
-    "another world": ([], {}, "parallel.tp=2 x pp=1 x dp=1 needs 2 processes, this is 1; add "),
+    "another world": ([], {}, "parallel.dp=1 needs 2 processes, this is 1; add "),
     "no checkpoint": (["--local", "checkpoint.resume='must'"], {}, "holds no checkpoint; check "),
     "no data": (["--local", "data.path=nowhere"], {}, "no file nowhere.bin nor nowhere.idx below "),
     "no effect": (["--local", "data.prefetch=3"], {}, "data.prefetch=3 has no effect: "),

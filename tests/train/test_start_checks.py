@@ -182,7 +182,10 @@ def test_a_run_folder_that_cannot_be_used_is_told(
     for path, reason in cases.items():
         there = config(folder).model_copy(update={"name": path.name, "out": str(path.parent)})
         (line,) = start_problems(there)
-        assert line == f"run folder {path} cannot be written: {reason}; change out or name"
+        assert line == (
+            f"run folder {path} cannot be written: {reason}; change out={path.parent} or "
+            f"name={path.name}"
+        )
     (folder / "run").mkdir()
     for name, make, what in (
         ("checkpoints", Path.touch, "is no folder"), ("metrics.jsonl", Path.mkdir, "is a folder")

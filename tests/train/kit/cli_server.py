@@ -22,9 +22,10 @@ from megalite.process import (
     watch,
 )
 from megalite.process.launcher import Launch
-from megalite.train import launch, rank
+from megalite.train import rank
 from megalite.train.loop import Trainer
 from megalite.train.run_data import open_data
+from megalite.train.start_checks import require_resumable
 
 
 def raises(trainer: Trainer) -> None:
@@ -66,13 +67,12 @@ def cannot_open() -> None:
 
 def signalled_before_the_ranks() -> None:
     """SIGUSR1 comes while the launcher still looks at the config."""
-    require = launch.require_checkpoint
 
-    def signal_and_require(config: Any) -> None:
+    def signal_and_require(config: Any, accept: frozenset[str]) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
-        require(config)
+        require_resumable(config, accept)
 
-    launch.require_checkpoint = signal_and_require
+    mock.patch("megalite.train.launch.require_resumable", signal_and_require).start()
 
 
 def signalled_while_a_rank_starts() -> None:
