@@ -27,6 +27,7 @@ from megalite.errors import ConfigError
 from megalite.layout.topology import KINDS, Kind, Topology
 
 Members = tuple[int, ...]
+GroupKey = tuple[Members, Literal["shared", "edge"]]
 GroupName = Literal[Kind, "channels"]
 _EXPERTS = ("ep", "edp")
 
@@ -97,10 +98,10 @@ class Mesh:
 
         self.num_groups_made = 0
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[Members, dist.ProcessGroup | None] = {}  # None: of this rank alone
+        self._groups: dict[GroupKey, dist.ProcessGroup | None] = {}  # None: of this rank alone
         self._channels: dict[tuple[int, int], dist.ProcessGroup] | None = None
         if started and topology.world_size > 1:
-            self._groups[tuple(range(topology.world_size))] = _world_group()
+            self._groups[tuple(range(topology.world_size)), "shared"] = _world_group()
 
         # Axes only know their ranks; their groups are made on first use or by `create`.
         self.tp = Axis(self, "tp")
@@ -110,6 +111,7 @@ class Mesh:
         self.dp_cp = Axis(self, "dp_cp")
         self.embedding = Axis(self, "embedding")
         self.world = Axis(self, "world")
+        self.edge = Axis(self, "edge")
         self.ep = Axis(self, "ep")
         self.edp = Axis(self, "edp")
 
@@ -136,15 +138,24 @@ class Mesh:
 
         The embedding axis, which middle stages have no part in, must have been created before.
         """
-        ranks = self.axis(name).ranks
-        if ranks not in self._groups:
+        key = self._key(self.axis(name))
+        if key not in self._groups:
             if name == "embedding":
                 raise RuntimeError(
                     "the embedding group is not made on first use, because middle stages never "
                     "use it; call mesh.create('embedding') on all ranks at set-up"
                 )
             self._make_axis(name)
-        return self._groups[ranks]
+        return self._groups[key]
+
+    def _key(self, axis: Axis) -> GroupKey:
+        """Axes of the same ranks share a group, but for the edge and the gather of parameters.
+
+        The gather runs on into the next step. The edge of the step, which the host waits for, would
+        queue behind it on one communicator.
+        """
+        own = axis.name == "edge" and axis.ranks == self.dp_cp.ranks
+        return axis.ranks, "edge" if own else "shared"
 
     def channel(self, src_pp: int, dst_pp: int) -> dist.ProcessGroup:
         """The 2-rank group that carries stage `src_pp`'s messages to stage `dst_pp`.
@@ -176,11 +187,11 @@ class Mesh:
         axis = self.axis(name)
         # Middle stages are no members of the embedding axis, but of the round that makes it.
         has_round = axis.size > 1 or (name == "embedding" and self.topology.pp > 2)
-        if has_round and axis.ranks not in self._groups:
+        if has_round and self._key(axis) not in self._groups:
             groups = partial(self.topology.groups, name)
             made = self._round(groups, axis.ranks, name)
             assert axis.size == 1 or made is not None, f"rank {self.rank} is in no {name} group"
-            self._groups[axis.ranks] = made
+            self._groups[self._key(axis)] = made
 
     def _make_channels(self) -> None:
         if self._channels is not None:

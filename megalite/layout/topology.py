@@ -21,7 +21,7 @@ from megalite.errors import ConfigError
 # Each grid numbers all ranks by axes, fastest first.
 _GRIDS: tuple[tuple[str, ...], ...] = (("tp", "cp", "dp", "pp"), ("ep", "edp", "pp"))
 
-Kind = Literal["tp", "cp", "dp", "pp", "dp_cp", "embedding", "world", "ep", "edp"]
+Kind = Literal["tp", "cp", "dp", "pp", "dp_cp", "embedding", "world", "edge", "ep", "edp"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # The axes that vary inside a group of the kind, fastest first (the order of ranks in the group).
@@ -33,6 +33,7 @@ _VARYING: dict[Kind, tuple[str, ...]] = {
     "dp_cp": ("cp", "dp"),
     "embedding": ("pp",),
     "world": ("tp", "cp", "dp", "pp"),
+    "edge": ("tp", "cp", "dp", "pp"),  # what all ranks agree on between two steps
     "ep": ("ep",),
     "edp": ("edp",),
 }

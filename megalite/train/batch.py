@@ -52,10 +52,15 @@ def step_loader(
 
 
 def count_valid_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-    """The number of labels in the global batch whose loss counts; all ranks call it."""
-    mine = sum(int(batch.loss_weight.count_nonzero()) for batch in micro_batches)
+    """The number of labels in the global batch whose loss counts; all ranks call it.
+
+    One rank of each replica counts, and the sum is over the edge: on the axis of the replicas it
+    would queue behind the gather of the parameters.
+    """
+    counts = mesh.tp.rank == mesh.cp.rank == mesh.pp.rank == 0
+    mine = sum(int(batch.loss_weight.count_nonzero()) for batch in micro_batches) if counts else 0
     total = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
-    comm.all_reduce(total, mesh.dp)
+    comm.all_reduce(total, mesh.edge)
     return int(total)
 
 

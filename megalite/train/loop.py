@@ -197,7 +197,7 @@ class Trainer:
         times = self.clock.finish()
         numbers = [float(flag.raised), self._save_is_due(), times.wall_s, *times.parts_s.values()]
         mine = torch.cat([mine_loss, torch.tensor(numbers, dtype=torch.float64)])
-        total = comm.all_reduce(mine.to(self.mesh.device), self.mesh.world).tolist()
+        total = comm.all_reduce(mine.to(self.mesh.device), self.mesh.edge).tolist()
 
         loss_sum, z_loss, signalled, save_due, *seconds = total
         wall_s, *parts_s = (second / self.mesh.world.size for second in seconds)
@@ -268,7 +268,7 @@ class Trainer:
     def _signalled(self, flag: SignalFlag) -> bool:
         """True if any rank has had a signal; all ranks call it."""
         mine = torch.tensor([float(flag.raised)], device=self.mesh.device)
-        return bool(comm.all_reduce(mine, self.mesh.world, op="max")[0] > 0)
+        return bool(comm.all_reduce(mine, self.mesh.edge, op="max")[0] > 0)
 
     @property
     def _elapsed_s(self) -> float:

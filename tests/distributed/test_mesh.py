@@ -103,6 +103,21 @@ def test_an_axis_over_all_ranks_is_the_world_group(pool) -> None:
     assert pool.run(whole_world_axis, 2) == [(True, None, 0)] * 2
 
 
+@pytest.mark.parametrize(
+    ("topology", "own"),
+    [(Topology(dp=4), True), (Topology(cp=2, dp=2), True), (Topology(tp=2, dp=2), False),
+     (Topology(pp=2, dp=2), False), (Topology(tp=4), False)],
+    ids=str,
+)  # fmt: skip
+def test_the_edge_of_a_step_does_not_queue_behind_the_gather(fake_rank, topology, own) -> None:
+    mesh = fake_rank(topology, 1)
+    mesh.create()
+    assert mesh.edge.ranks == mesh.world.ranks
+    assert mesh.edge.group is not mesh.dp_cp.group
+    assert (mesh.edge.group is not mesh.world.group) == own
+    assert mesh.axis("edge") is mesh.edge
+
+
 def around_the_ring(ctx, layout):
     """Each stage sends its world rank both ways round; returns what it got and from where."""
     mesh = ctx.mesh(**layout)

@@ -34,6 +34,7 @@ VARYING: dict[Kind, set[str]] = {
     "pp": {"pp"},
     "dp_cp": {"dp", "cp"},
     "world": {"tp", "cp", "dp", "pp"},
+    "edge": {"tp", "cp", "dp", "pp"},
     "ep": {"ep"},
     "edp": {"edp"},
 }
