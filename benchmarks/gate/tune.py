@@ -24,6 +24,7 @@ from benchmarks.gate.device import Gate, Inputs, Late, Row, copied, describe
 from megalite.kernels.triton import (
     adamw,
     attention,
+    attention_backward,
     attention_tiles,
     cast,
     cross_entropy,
@@ -41,6 +42,7 @@ from tests.tolerances import KERNEL_BACKWARD
 LAUNCHERS = (
     adamw,
     attention,
+    attention_backward,
     attention_tiles,
     cast,
     cross_entropy,

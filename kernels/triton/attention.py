@@ -84,9 +84,10 @@ def _forward_kernel(
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    # longest rows first: under a causal mask late queries see most
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    head = tl.program_id(1)
+    # heads are the fast index, and the longest rows come first (under a causal mask late queries
+    # see most): the last programs to start are the short ones of all heads
+    head = tl.program_id(0)
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     kv_head = head // GROUP
     lo, up, start, full_start, full_stop, stop = bounds(lo_ptr, up_ptr, row, queries, keys, BM, BN)
     q = load_tile(q_src, row, queries, head, q_stride, BM, H, TMA)
@@ -175,7 +176,7 @@ def attention_forward(
     t = tiles or default_tiles("forward", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
     scale = positive_scale(scale, head_dim)
     dropping = drop.arguments() if drop else NO_DROP
-    _forward_kernel[(cdiv(queries, t.queries), heads)](
+    _forward_kernel[(heads, cdiv(queries, t.queries))](
         operand(q, t.queries, head_dim, use_tma),
         operand(k, t.keys, head_dim, use_tma),
         operand(v, t.keys, head_dim, use_tma),

@@ -1,8 +1,10 @@
 """The backward of attention in Triton: dQ, and dK with dV, in separate kernels.
 
 With p and ds as in `triton.attention`. That takes seven products instead of five, but no atomics,
-so gradients are the same bits on every run. Dropout computes the forward's mask again from its
-counters.
+so gradients are the same bits on every run. dK and dV sum over the query heads of a group; where
+blocks of keys and their heads would leave multiprocessors idle, several programs share a group,
+and a pass more sums their results in a fixed order. Dropout computes the forward's mask again from
+its counters.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.arguments import cdiv, check_shape
+from megalite.kernels.arguments import cdiv, check_shape, num_programs
 from megalite.kernels.plain.dropout import AttentionDropout
 from megalite.kernels.plain.intervals import Intervals, check_documents, document_intervals
 from megalite.kernels.triton.attention import attention_delta, attention_forward
@@ -38,6 +40,7 @@ from megalite.kernels.triton.attention_tiles import (
     tma_fits,
 )
 from megalite.kernels.triton.dropout import kept
+from megalite.kernels.triton.tables import choose
 
 
 @triton.jit
@@ -81,9 +84,9 @@ def _dq_kernel(
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    # longest rows first, as in the forward
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    head = tl.program_id(1)
+    # heads fastest and longest rows first, as in the forward
+    head = tl.program_id(0)
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     kv_head = head // GROUP
     lo, up, start, full_start, full_stop, stop = bounds(lo_ptr, up_ptr, row, queries, keys, BM, BN)
     q = load_tile(q_src, row, queries, head, q_stride, BM, H, TMA)
@@ -156,15 +159,20 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dkdv_kernel(
-    q_src, k_src, v_src, do_src, stats_ptr, dk_ptr, dv_ptr, lo_ptr, up_ptr, queries, keys,
+    q_src, k_src, v_src, do_src, stats_ptr, out_ptr, lo_ptr, up_ptr, queries, keys,
     q_stride, k_stride, v_stride, do_stride, scale, dk_scale,
     first_query, first_key, first_head, key0, key1, threshold, keep_scale,
-    K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, TWO_LOOPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DROP: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, H: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr, TWO_LOOPS: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * BN
-    kv_head = tl.program_id(1)
+    # each program takes a share of the query heads of a group, and writes a sum of its own
+    HEADS: tl.constexpr = GROUP // SPLITS
+    kv_head = tl.program_id(0) // SPLITS
+    share = tl.program_id(0) % SPLITS
+    first = tl.program_id(0) * HEADS
+    # under a causal mask the first keys are seen most, so the longest programs come first here too
+    column = tl.program_id(1) * BN
     lo, up, start, full_start, full_stop, stop = bounds(
         lo_ptr, up_ptr, column, keys, queries, BN, BM
     )
@@ -182,12 +190,12 @@ def _dkdv_kernel(
         c = key_words(first_key, column, key0, BN)
 
     N: tl.constexpr = K * GROUP
-    # one loop over all query heads of the group: nested loops cost registers
+    # one loop over all its query heads: nested loops cost registers
     left = full_start - start
     span = left + stop - full_stop
-    head = kv_head * GROUP
+    head = first
     i = 0
-    for _ in range(0, span * GROUP, BM):
+    for _ in range(0, span * HEADS, BM):
         row = tl.where(i < left, start + i, full_stop + i - left)
         dk, dv = _dkdv_step(
             k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride,
@@ -199,9 +207,9 @@ def _dkdv_kernel(
         i = tl.where(i == span, 0, i)
 
     if TWO_LOOPS:
-        head = kv_head * GROUP
+        head = first
         row = full_start
-        for _ in range(0, (full_stop - full_start) * GROUP, BM):
+        for _ in range(0, (full_stop - full_start) * HEADS, BM):
             dk, dv = _dkdv_step(
                 k, v, dk, dv, q_src, do_src, stats_ptr, row, queries, head, q_stride, do_stride,
                 lo, up, scale, c, first_query, first_head, key0, key1, threshold, keep_scale,
@@ -211,10 +219,36 @@ def _dkdv_kernel(
             head += tl.where(row == full_stop, 1, 0)
             row = tl.where(row == full_stop, full_start, row)
 
+    # out[SPLITS, 2, S, K, H]: dk and then dv of each share
+    size = tl.cast(keys, tl.int64) * (K * H)
+    out_ptr += share * 2 * size
     if DK:
-        store_tile(dk_ptr, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
+        store_tile(out_ptr, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
     if DV:
-        store_tile(dv_ptr, dv, column, keys, kv_head, K * H, BN, H)
+        store_tile(out_ptr + size, dv, column, keys, kv_head, K * H, BN, H)
+
+
+@triton.jit
+def _splits_kernel(parts_ptr, out_ptr, length, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in range(SPLITS):
+        source = parts_ptr + tl.cast(length, tl.int64) * part
+        total += tl.load(source + at, mask=inside, other=0.0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def dkdv_splits(key_blocks: int, kv_heads: int, group: int, multiprocessors: int) -> int:
+    """Programs among which the query heads of a group are divided for dk and dv.
+
+    key_blocks: blocks of keys of a head. group: query heads of a key/value head. A causal mask
+    makes the longest program twice the mean, and a multiprocessor holds one program, so that two
+    programs a multiprocessor can fill the device; fewer splits cost fewer partial sums.
+    """
+    programs = key_blocks * kv_heads
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    return next((n for n in divisors if n * programs >= 2 * multiprocessors), group)
 
 
 def attention_backward(
@@ -230,11 +264,14 @@ def attention_backward(
     dq_tiles: AttentionTiles | None = None,
     dkdv_tiles: AttentionTiles | None = None,
     tma: bool | None = None,
+    splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq[T, N, H], dk[S, K, H], dv[S, K, H]) for the gradient do of the output.
 
     stats: from `attention_delta`. scale and drop: those of the forward. tma: as in
-    `attention_forward`. Raises TypeError, ValueError.
+    `attention_forward`. splits: programs a group's query heads are divided among for dk and dv
+    (None: `dkdv_splits`); more than one work in float32 [splits, 2, S, K, H]. Raises TypeError,
+    ValueError.
     """
     check_inputs(q_TNH, k_SKH, v_SKH, mask)
     queries, heads, head_dim = q_TNH.shape
@@ -243,9 +280,9 @@ def attention_backward(
     check_shape("attention_backward", (2, heads, queries), stats=stats_2NT)
     q, k, v, do = (flat(x) for x in (q_TNH, k_SKH, v_SKH, do_TNH))
     dq_TNH = q_TNH.new_empty(queries, heads, head_dim)
-    dk_SKH, dv_SKH = (k_SKH.new_empty(keys, kv_heads, head_dim) for _ in range(2))
+    dkdv_2SKH = k_SKH.new_empty(2, keys, kv_heads, head_dim)
     if not (queries and keys):
-        return dq_TNH.zero_(), dk_SKH.zero_(), dv_SKH.zero_()
+        return dq_TNH.zero_(), *dkdv_2SKH.zero_()
 
     # Descriptors first, since the table has other tiles for loads through pointers.
     use_tma = tma_fits(head_dim, q, k, v, do) if tma is None else tma
@@ -254,7 +291,7 @@ def attention_backward(
     strides = (q.stride(0), k.stride(0), v.stride(0), do.stride(0))
 
     t = dq_tiles or default_tiles("dq", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
-    _dq_kernel[(cdiv(queries, t.queries), heads)](
+    _dq_kernel[(heads, cdiv(queries, t.queries))](
         operand(q, t.queries, head_dim, use_tma),
         operand(k, t.keys, head_dim, use_tma),
         operand(v, t.keys, head_dim, use_tma),
@@ -280,15 +317,21 @@ def attention_backward(
     # Two sums of 256 columns do not fit in registers, so each gets a pass of its own.
     t = dkdv_tiles or default_tiles("dkdv", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
     passes = [(True, True)] if head_dim <= 128 else [(True, False), (False, True)]
+    blocks, group = cdiv(keys, t.keys), heads // kv_heads
+    splits = splits or dkdv_splits(blocks, kv_heads, group, num_programs(k.device))
+    if group % splits:
+        raise ValueError(f"attention_backward: splits={splits}, expected a divisor of {group}")
+    parts = dkdv_2SKH
+    if splits > 1:
+        parts = torch.empty(splits, *dkdv_2SKH.shape, dtype=torch.float32, device=k.device)
     for with_dk, with_dv in passes:
-        _dkdv_kernel[(cdiv(keys, t.keys), kv_heads)](
+        _dkdv_kernel[(kv_heads * splits, blocks)](
             operand(q, t.queries, head_dim, use_tma),
             operand(k, t.keys, head_dim, use_tma),
             operand(v, t.keys, head_dim, use_tma),
             operand(do, t.queries, head_dim, use_tma),
             stats_2NT,
-            dk_SKH,
-            dv_SKH,
+            parts,
             mask.key_lo.contiguous(),
             mask.key_up.contiguous(),
             queries,
@@ -298,7 +341,8 @@ def attention_backward(
             scale,
             *dropping,
             K=kv_heads,
-            GROUP=heads // kv_heads,
+            GROUP=group,
+            SPLITS=splits,
             H=head_dim,
             TMA=use_tma,
             TWO_LOOPS=t.two_loops,
@@ -307,7 +351,12 @@ def attention_backward(
             DROP=drop is not None,
             **t.options(),
         )
-    return dq_TNH, dk_SKH, dv_SKH
+    if splits > 1:
+        use = choose("attention_splits")
+        _splits_kernel[(cdiv(dkdv_2SKH.numel(), use["block"]),)](
+            parts, dkdv_2SKH, dkdv_2SKH.numel(), SPLITS=splits, **use["launch"]
+        )
+    return dq_TNH, *dkdv_2SKH
 
 
 def attention_grad(

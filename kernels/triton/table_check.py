@@ -12,6 +12,7 @@ NEEDS = {
     "attention_dq": _TILES,
     "attention_dkdv": _TILES,
     "attention_delta": "elements warps",
+    "attention_splits": "block warps",
     "norm_forward": "elements warps",
     "norm_backward": "elements warps programs_per_sm one_pass",
     "norm_weight_grad": "rows columns warps",

@@ -109,12 +109,12 @@ def cast(dtype: torch.dtype) -> None:
     scale_cast(x, empty(1, dtype=torch.float32), dtype)
 
 
-def attend(head_dim: int, drop: Drop | None = None, tokens: int = TOKENS) -> None:
+def attend(head_dim: int, drop: Drop | None = None, tokens: int = TOKENS, splits: int = 1) -> None:
     q, k = empty(tokens, 8, head_dim), empty(tokens, 2, head_dim)
     mask = document_intervals(torch.tensor([0, tokens]), tokens)
     o, lse = attention.attention_forward(q, k, k, mask, drop=drop)
     stats = attention.attention_delta(o, q, lse)
-    attention_backward(q, q, k, k, stats, mask, drop=drop)
+    attention_backward(q, q, k, k, stats, mask, drop=drop, splits=splits)
 
 
 def experts(tokens: int, copies: int, num_experts: int, columns: int) -> None:
@@ -185,6 +185,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention 96": lambda: attend(96),
     "attention 128": lambda: attend(128),
     "attention 128 dropout": lambda: attend(128, drop=Drop(0.1, (1, 2), 0, 0)),
+    "attention 128 split": lambda: attend(128, splits=4),
     "attention 256": lambda: attend(256),
     "experts": lambda: experts(TOKENS, 8, 128, 2048),
     "grouped gemm": lambda: grouped_gemm(8, TOKENS, 768, 2048),
@@ -201,7 +202,7 @@ PORTABLE = [
     "cross_entropy",
     "adamw bf16 gradients",
     "cast bf16",
-    "attention 64",
+    "attention 128 split",
     "one expert",
 ]
 

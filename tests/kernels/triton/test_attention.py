@@ -37,6 +37,7 @@ class Case:
     tma: bool | None = None
     tiles: AttentionTiles | None = SMALL
     dkdv_tiles: AttentionTiles | None = SMALL
+    splits: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -90,6 +91,8 @@ CASES = {
     "one token": Case((1,), 1, 1, 64),
     "one loop": Case((70,), 2, 1, 16, dkdv_tiles=AttentionTiles(32, 16, 4, 1, two_loops=False)),
     "pointers": Case((70,), 2, 1, 16, tma=False),
+    "two programs a group": Case((30, 41), 8, 2, 16, window=25, padding=3, splits=2),
+    "a program a query head": Case((70,), 6, 2, 16, splits=3),
 }
 
 
@@ -101,6 +104,8 @@ def test_attention_and_its_gradients_in_float32(case: Case) -> None:
 SHIPPED = {  # tiles as they are launched, 2.5 of them
     "groups of 2": Case((180, 110), 2, 1, 128, tiles=None, dkdv_tiles=None),
     "head dim 256": Case((150,), 1, 1, 256, tiles=None, dkdv_tiles=None),
+    "groups of 4, split": Case((40,), 4, 1, 128, tiles=None, dkdv_tiles=None, splits=4),
+    "head dim 256, split": Case((40,), 2, 1, 256, tiles=None, dkdv_tiles=None, splits=2),
     "head dim 96, window": Case((150, 40), 2, 2, 96, window=100, tiles=None, dkdv_tiles=None),
 }
 
@@ -135,6 +140,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
         dq_tiles=case.tiles,
         dkdv_tiles=case.dkdv_tiles,
         tma=case.tma,
+        splits=case.splits,
     )
     (want_o * do.double()).sum().backward()
     for got, leaf in zip(grads, (q64, k64, v64), strict=True):
@@ -296,6 +302,10 @@ def test_errors_name_what_is_wrong() -> None:
         attention_forward(q, draw(5, 3, 16), draw(5, 3, 16), case.mask())
     with pytest.raises(ValueError, match=r"types must be the same: q has torch\.float32"):
         attention_forward(q, k.bfloat16(), v, case.mask())
+    o, lse = attention_forward(q, k, v, case.mask(), tiles=SMALL)
+    stats = attention_delta(o, q, lse)
+    with pytest.raises(ValueError, match="splits=3, expected a divisor of 2"):
+        attention_backward(q, q, k, v, stats, case.mask(), splits=3)
     with pytest.raises(ValueError, match="scale=0, expected a positive"):
         attention_forward(q, k, v, case.mask(), scale=0)
     with pytest.raises(ValueError, match="window=0, expected at least 1"):
