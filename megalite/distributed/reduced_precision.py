@@ -8,6 +8,8 @@ comm.py do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,16 +19,16 @@ from megalite.distributed.comm import Handle
 from megalite.distributed.mesh import Axis
 
 
-def reduce_scatter_rounded(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Handle:
-    """Start a reduce-scatter in place of 1-D `flat`, whose values are sent rounded to `dtype`.
+def reduce_scatter_rounded(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Iterator[None]:
+    """A reduce-scatter in place of 1-D `flat`, whose values are sent rounded to `dtype`, in steps.
 
-    `wait()` of the handle returns my slice of `flat`, a view that then holds the sum in the type of
-    `flat`. What the other slices hold afterwards is not defined. With size 1 nothing is rounded.
-    Raises ValueError if the size does not divide dim 0.
+    The first `next` starts the exchange, the second one leaves the sum, in the type of `flat`, in
+    my slice; what the other slices then hold is not defined. With size 1 nothing is rounded. Raises
+    ValueError if the size does not divide dim 0.
     """
     mine = comm.local_slice(flat, axis)
     if axis.size == 1 or flat.numel() == 0:
-        return Handle(mine)
+        return
 
     # Rounded once here; from then on the ranks' values are only added in the type of `flat`.
     sent = flat.to(dtype)
@@ -35,31 +37,24 @@ def reduce_scatter_rounded(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Hand
     axis.ledger.start("reduce_scatter", axis.name, num_bytes)
     with axis.ledger.blocked(axis.name):
         work = dist.all_to_all_single(parts, sent, group=axis.group, async_op=True)
+    handle = Handle(parts, work, axis)
+    yield
 
-    def add_up() -> None:
-        first, *others = parts.chunk(axis.size)
-        with torch.no_grad():
-            mine.copy_(first)
-            for part in others:
-                mine.add_(part)
-
-    return Handle(mine, work, axis, add_up)
+    first, *others = handle.wait().chunk(axis.size)
+    with torch.no_grad():
+        mine.copy_(first)
+        for part in others:
+            mine.add_(part)
 
 
-class RoundedAllReduce:
-    """An all-reduce in flight: a rounded reduce-scatter, then an all-gather of the sums, rounded.
+def all_reduce_rounded(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Iterator[None]:
+    """A rounded reduce-scatter and then an all-gather of the sums, rounded, in three steps.
 
-    The all-gather starts in `wait`, so all ranks must wait in the same order. All ranks end with
-    the same bits.
+    At the end all ranks have the same bits in all of `flat`. All ranks must take the steps of their
+    reductions in the same order, since the second one starts a collective.
     """
-
-    def __init__(self, flat: Tensor, axis: Axis, dtype: torch.dtype) -> None:
-        self._flat, self._axis, self._dtype = flat, axis, dtype
-        self._scatter = reduce_scatter_rounded(flat, axis, dtype)
-
-    def wait(self) -> Tensor:
-        """The sum, rounded to `dtype`, in place in all of `flat`. With size 1 `flat` itself."""
-        mine = self._scatter.wait()
-        if self._axis.size > 1:
-            self._flat.copy_(comm.all_gather(mine.to(self._dtype), self._axis))
-        return self._flat
+    yield from reduce_scatter_rounded(flat, axis, dtype)
+    if axis.size > 1:
+        gather = comm.start_all_gather(comm.local_slice(flat, axis).to(dtype), axis)
+        yield
+        flat.copy_(gather.wait())

@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 
 ALIGN = 16  # elements: one 64-byte cache line of fp32, two of fp64
 
+# Buckets whose gradients are sent in a narrower type, and of which copies are alive, at a time.
+ROUNDED_IN_FLIGHT = 2
+
 # A bucket of whole parameters is closed once it is full and pads no more than this share.
 _MAX_WASTE = 1 / 8
 

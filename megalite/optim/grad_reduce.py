@@ -8,7 +8,7 @@ Independent of tp, tied weights, norms and optimizer state.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,9 @@ from megalite.config import OptimizerConfig
 from megalite.distributed import comm
 from megalite.distributed.mesh import Axis
 from megalite.distributed.precision import DTYPES
-from megalite.distributed.reduced_precision import RoundedAllReduce, reduce_scatter_rounded
+from megalite.distributed.reduced_precision import all_reduce_rounded, reduce_scatter_rounded
+from megalite.layout.bucket_plan import ROUNDED_IN_FLIGHT
 from megalite.optim.buffers import ChunkBuffers, OptimizerChunk
-
-
-class Waitable(Protocol):
-    """A collective in flight; `wait` makes its result usable on this rank."""
-
-    def wait(self) -> object: ...
 
 
 class GradReducer:
@@ -32,7 +27,8 @@ class GradReducer:
 
     ZeRO-1 reduce-scatters, after which a rank's own part of each bucket is valid and the rest
     undefined; ZeRO-0 all-reduces. Without `overlap_grad_reduce` everything starts in `wait`, with
-    the same numbers. Gradients are rounded for sending if `grad_reduce_dtype` is narrower.
+    the same numbers. Gradients are rounded for sending if `grad_reduce_dtype` is narrower: copies
+    of at most `ROUNDED_IN_FLIGHT` buckets are then alive at a time.
     """
 
     def __init__(
@@ -46,12 +42,13 @@ class GradReducer:
         }
         self._awaited: dict[int, int] = {}  # contributions to come, by parameter
         self._num_awaited: list[int] = []  # by bucket: parameters with contributions to come
-        self._handles: list[Waitable] = []
+        self._rounded = config.grad_reduce_dtype != "float32"  # the gradients' own type
+        self._reductions: list[Iterator[None]] = []  # in flight, by bucket; each `next` is a step
 
     @torch.no_grad()
     def begin(self) -> None:
         """Zero the gradients for a new step."""
-        assert not self._handles, "a step began while gradient reductions were in flight"
+        assert not self._reductions, "a step began while gradient reductions were in flight"
         self._buffers.grads.zero_()
 
     def expect_last(self) -> None:
@@ -74,9 +71,10 @@ class GradReducer:
         """Start what is left and wait for all; afterwards the reduced gradients may be read."""
         self._chunk.grads.listener = None
         self._launch_all()
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
+        for reduction in self._reductions:
+            for _ in reduction:
+                pass
+        self._reductions = []
 
     def _contributed(self, param: nn.Parameter) -> None:
         key = id(param)
@@ -85,25 +83,35 @@ class GradReducer:
         if self._awaited[key] > 0:
             return
         self._num_awaited[self._bucket_of[key]] -= 1
-        for num_awaited in self._num_awaited[len(self._handles) :]:
+        for num_awaited in self._num_awaited[len(self._reductions) :]:
             if num_awaited:
                 break
             self._launch_next()
 
     def _launch_all(self) -> None:
-        while len(self._handles) < len(self._buffers.buckets):
+        while len(self._reductions) < len(self._buffers.buckets):
             self._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self._buffers.buckets[len(self._handles)]
+        bucket = self._buffers.buckets[len(self._reductions)]
         grads = self._buffers.grads[bucket.start : bucket.stop]
-        self._handles.append(self._reduce(grads, bucket.axis))
+        # The copies of an earlier bucket are given back before this one makes its own. Which bucket
+        # it is depends on the order alone, so that all ranks start their collectives in one order.
+        if self._rounded:
+            for steps_behind in (ROUNDED_IN_FLIGHT, 2 * ROUNDED_IN_FLIGHT):
+                if len(self._reductions) >= steps_behind:
+                    next(self._reductions[-steps_behind], None)
+        self._reductions.append(self._reduction(grads, bucket.axis))
+        next(self._reductions[-1], None)
 
-    def _reduce(self, grads: Tensor, axis: Axis) -> Waitable:
-        scatter, name = self._config.zero == 1, self._config.grad_reduce_dtype
-        if name != "float32":  # which stands for the gradients' own type
-            reduce = reduce_scatter_rounded if scatter else RoundedAllReduce
-            return reduce(grads, axis, DTYPES[name])
-        if scatter:
-            return comm.start_reduce_scatter_into(grads, axis)
-        return comm.start_all_reduce(grads, axis)
+    def _reduction(self, grads: Tensor, axis: Axis) -> Iterator[None]:
+        """The steps of a bucket's reduction: the first starts it, the last leaves the result."""
+        scatter = self._config.zero == 1
+        if self._rounded:
+            reduce = reduce_scatter_rounded if scatter else all_reduce_rounded
+            yield from reduce(grads, axis, DTYPES[self._config.grad_reduce_dtype])
+            return
+        start = comm.start_reduce_scatter_into if scatter else comm.start_all_reduce
+        handle = start(grads, axis)
+        yield
+        handle.wait()

@@ -24,7 +24,8 @@ class RankMemory:
     """Bytes on one rank.
 
     activations: the most that its schedule holds at once, with the inputs of weight gradients that
-    are deferred. working: the most that a backward, and messages, take beside them.
+    are deferred. working: the most that a backward, messages and gradients on their way take beside
+    them.
     """
 
     states: States
@@ -73,5 +74,6 @@ def rank_memory(
 
         # Only one backward runs at a time, but messages of all chunks may be in flight.
         working = max(by_stage[s].working for s in mine) + sum(by_stage[s].messages for s in mine)
+        working += states.sent
         ranks.append(RankMemory(states, round(peak_memory(activations)), working))
     return ranks

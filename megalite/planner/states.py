@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config import OptimizerConfig, RunConfig
-from megalite.layout.bucket_plan import plan_chunk
+from megalite.layout.bucket_plan import ROUNDED_IN_FLIGHT, plan_chunk
 from megalite.layout.topology import Topology
 from megalite.run.parameters import ModelStage, stage_parameters
 from megalite.run.rules import bucket_item, rule_of
@@ -24,12 +24,17 @@ def sum_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one rank. `optimizer`: masters, moments and an average of the weights."""
+    """Bytes on one rank.
+
+    optimizer: masters, moments and an average of the weights. sent: at most, copies of gradients
+    while they are sent in a narrower type.
+    """
 
     num_parameters: int
     weights: int
     gradients: int
     optimizer: int
+    sent: int
 
 
 def rank_states(config: RunConfig, chunks: Sequence[ModelStage]) -> States:
@@ -40,6 +45,7 @@ def rank_states(config: RunConfig, chunks: Sequence[ModelStage]) -> States:
         sum(s.weights for s in each),
         sum(s.gradients for s in each),
         sum(s.optimizer for s in each),
+        sum(s.sent for s in each),
     )
 
 
@@ -62,7 +68,13 @@ def _chunk_states(config: RunConfig, chunk: ModelStage) -> States:
         owned = (plan.stop - plan.start) // items[plan.items[0]].num_owners
         owned_bytes += owned * (beside + moment * (1 if plan.whole else 2))
     num_parameters = sum(item.numel for item in items)
-    return States(num_parameters, width * stored, wide * stored, owned_bytes)
+    sent = 0
+    if optimizer.grad_reduce_dtype != "float32" and parallel.dp > 1:
+        # One copy to send and one to receive; ZeRO-0 gathers the sums of as many buckets more.
+        copies = ROUNDED_IN_FLIGHT * (2 if sharded else 4)
+        longest = max((plan.stop - plan.start for plan in plans), default=0)
+        sent = copies * longest * BYTES[optimizer.grad_reduce_dtype]
+    return States(num_parameters, width * stored, wide * stored, owned_bytes, sent)
 
 
 def moment_bytes(optimizer: OptimizerConfig, wide: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from megalite.config import OptimizerConfig
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
+from megalite.layout.bucket_plan import ROUNDED_IN_FLIGHT
 from megalite.layout.sharding import Matrices, ShardSpec
 from megalite.layout.topology import Topology
 from megalite.run.rules import Rule, rule_of
@@ -25,6 +26,7 @@ from tests.optim.kit.synthetic import (
     worst_error,
 )
 from tests.pool import RankContext, RankPool
+from tests.tensor_parallel.kit.memory import AllocationMeter
 from tests.tolerances import BFLOAT16_UNIT, FLOAT32, PARITY_FLOAT64
 
 # --- groups --------------------------------------------------------------------------------------
@@ -183,6 +185,28 @@ def test_bfloat16_reduction_rounds_each_rank_once_and_sends_half(pool: RankPool,
         for worst, share in rank:
             assert 0.05 < worst <= 1.0  # not exact, and within one rounding a rank
             assert share == 0.5
+
+
+def copies_alive(ctx: RankContext, zero: int) -> tuple[int, int, int]:
+    """Most bytes alive while gradients are reduced, those of the largest bucket's and of all."""
+    mesh = ctx.mesh()
+    _, optimizer = make(
+        mesh, torch.float32, grad_reduce_dtype="bfloat16", zero=zero, bucket_mb=1e-4
+    )
+    optimizer.begin_step()
+    sizes = [2 * (b.stop - b.start) for b in optimizer._buffers[0].buckets]
+    with AllocationMeter() as meter:
+        optimizer.finish_chunk(0)
+        optimizer._reducers[0].wait()
+    return meter.peak_bytes, max(sizes), sum(sizes)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_rounded_copies_of_two_buckets_are_alive_and_not_of_all(pool: RankPool, zero: int) -> None:
+    """A copy to send and one to receive; without ZeRO the gathered sums of two more buckets."""
+    for peak, largest, total in pool.run(copies_alive, 2, zero):
+        assert total > 6 * largest
+        assert peak <= ROUNDED_IN_FLIGHT * (2 if zero else 4) * largest
 
 
 # --- narrow moments ------------------------------------------------------------------------------
