@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megalite.errors import ConfigError
 from megalite.layout.topology import KINDS, Kind, Topology
 
 Members = tuple[int, ...]
-GroupKey = tuple[Members, Literal["shared", "edge"]]
+GroupKey = tuple[Members, Literal["shared", "edge", "tp"]]
 GroupName = Literal[Kind, "channels"]
 _EXPERTS = ("ep", "edp")
 
@@ -149,11 +149,13 @@ class Mesh:
         return self._groups[key]
 
     def _key(self, axis: Axis) -> GroupKey:
-        """Axes of the same ranks share a group, but for the edge and the gather of parameters.
+        """Axes of the same ranks share a group, but for two.
 
-        The gather runs on into the next step. The edge of the step, which the host waits for, would
-        queue behind it on one communicator.
+        The gather of parameters runs on into the next step. The edge of the step, which the host
+        waits for, would queue behind it on one communicator. The group of tp is urgent.
         """
+        if axis.name == "tp":
+            return axis.ranks, "tp"
         own = axis.name == "edge" and axis.ranks == self.dp_cp.ranks
         return axis.ranks, "edge" if own else "shared"
 
@@ -189,7 +191,8 @@ class Mesh:
         has_round = axis.size > 1 or (name == "embedding" and self.topology.pp > 2)
         if has_round and self._key(axis) not in self._groups:
             groups = partial(self.topology.groups, name)
-            made = self._round(groups, axis.ranks, name)
+            # Those of tp run beside products that fill the GPU, and would wait for their end.
+            made = self._round(groups, axis.ranks, name, urgent=name == "tp")
             assert axis.size == 1 or made is not None, f"rank {self.rank} is in no {name} group"
             self._groups[self._key(axis)] = made
 
@@ -217,17 +220,24 @@ class Mesh:
         ]
 
     def _round(
-        self, groups: Callable[[], list[Members]], mine: Members, description: str
+        self,
+        groups: Callable[[], list[Members]],
+        mine: Members,
+        description: str,
+        *,
+        urgent: bool = False,
     ) -> dist.ProcessGroup | None:
         """Make one group per rank: `groups()` over all ranks, of which `mine` is this rank's.
 
-        Only NCCL's collective split needs to know the others' groups.
+        Only NCCL's collective split needs to know the others' groups. urgent: on NCCL its kernels
+        go before those of computation that were launched but have not begun.
         """
         self.num_groups_made += 1
         if self.backend == "nccl":
             made = dist.split_group(
                 split_ranks=[list(ranks) for ranks in groups()],
                 timeout=self._timeout,
+                pg_options=_high_priority() if urgent else None,
                 group_desc=description,
             )
         else:
@@ -257,6 +267,11 @@ def channel_rounds(num_pp: int) -> list[list[tuple[int, int]]]:
         else:
             chosen.append(edge)
     return rounds
+
+
+def _high_priority() -> Any:
+    """NCCL's options for a group whose stream has a high priority."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def _world_group() -> dist.ProcessGroup:

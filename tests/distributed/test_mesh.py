@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -209,13 +211,18 @@ def test_nccl_splits_the_world_with_all_groups_and_the_same_arguments_on_every_r
 ) -> None:
     topology = Topology(tp=2, dp=2, pp=3)
     calls: dict[int, list[list[list[int]]]] = {}
+    urgent: list[str] = []
+    nccl = SimpleNamespace(Options=lambda is_high_priority_stream: is_high_priority_stream)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)  # torch for CPUs has none
     for rank in range(topology.world_size):
         mesh = fake_rank(topology, rank)
         mesh.backend = "nccl"
         calls[rank] = []
 
-        def split(split_ranks, timeout, group_desc, rank=rank):
+        def split(split_ranks, timeout, pg_options, group_desc, rank=rank):
             calls[rank].append(split_ranks)
+            urgent.extend([group_desc] if pg_options else [])
+            assert pg_options in (True, None)  # None: as the world's
             assert timeout.total_seconds() == 600
             mine = any(rank in ranks for ranks in split_ranks)
             return dist.group.WORLD if mine else None
@@ -227,6 +234,18 @@ def test_nccl_splits_the_world_with_all_groups_and_the_same_arguments_on_every_r
         ranks = [rank for group in made for rank in group]
         assert len(ranks) == len(set(ranks))
     assert calls[0][0] == [list(ranks) for ranks in topology.groups("tp")]
+    assert urgent == ["tp"] * topology.world_size
+
+
+def test_the_group_of_tp_is_its_own_even_over_all_ranks(fake_rank) -> None:
+    mesh = fake_rank(Topology(tp=4), 1)
+    mesh.create()
+    assert mesh.tp.ranks == mesh.world.ranks
+    assert mesh.tp.group is not mesh.world.group
+
+
+def test_torch_takes_the_options_of_a_group() -> None:
+    assert "pg_options" in inspect.signature(dist.split_group).parameters
 
 
 def test_groups_that_not_all_ranks_use_must_be_made_at_set_up(fake_rank) -> None:
