@@ -22,6 +22,7 @@ from megalite.kernels.others.probe import activate_flash, require_flash
 from megalite.kernels.plain.attention import by_documents
 from megalite.kernels.plain.dropout import AttentionDropout
 from megalite.kernels.plain.intervals import check_documents
+from megalite.kernels.upload import upload
 
 _BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -143,7 +144,7 @@ class PackedMask(NamedTuple):
 def packed_mask(cu_seqlens: Sequence[int], window: int | None, device: torch.device) -> PackedMask:
     """Boundaries as int32 on the device: one transfer a microbatch, not one a layer."""
     check_documents(cu_seqlens, window)
-    bounds = torch.tensor(cu_seqlens, dtype=torch.int32).to(device, non_blocking=True)
+    bounds = upload(torch.tensor(cu_seqlens, dtype=torch.int32), device)
     longest = max((stop - start for start, stop in pairwise(cu_seqlens)), default=0)
     # (tokens back, tokens ahead): -1 is any number, and a token's own place counts as 0 back
     return PackedMask(bounds, longest, (-1 if window is None else window - 1, 0))

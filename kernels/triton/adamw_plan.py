@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.kernels.adamw_operations import AdamWRun, AdamWSettings, check_count
 from megalite.kernels.triton.adamw import adamw_, sum_squares
+from megalite.kernels.upload import upload
 
 
 def square_sums(xs: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -33,9 +34,6 @@ class OnePassAdamW:
     def __init__(self, runs: Sequence[AdamWRun], settings: AdamWSettings) -> None:
         self._runs, self._settings = list(runs), settings
         self._scales = list(dict.fromkeys(run.lr_scale for run in runs))
-        device = runs[0].weight.device if runs else torch.device("cpu")
-        # one row for each rate scale, as `adamw_` reads it
-        self._hyper = torch.zeros(len(self._scales), 4, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def update(self, lr: float, num_updates: int, factor: float) -> None:
@@ -46,15 +44,16 @@ class OnePassAdamW:
         settings = self._settings
         bias1 = 1.0 - settings.beta1**num_updates
         bias2 = 1.0 - settings.beta2**num_updates
+        # One row for each rate scale, as `adamw_` reads it, and one copy for all.
         rows = [[lr * scale, bias1, bias2, factor] for scale in self._scales]
-        self._hyper.copy_(torch.tensor(rows, dtype=torch.float32))
+        hyper = upload(torch.tensor(rows, dtype=torch.float32), self._runs[0].weight.device)
         for run in self._runs:
             adamw_(
                 run.weight,
                 run.grad,
                 run.exp_avg,
                 run.exp_avg_sq,
-                self._hyper[self._scales.index(run.lr_scale)],
+                hyper[self._scales.index(run.lr_scale)],
                 beta1=settings.beta1,
                 beta2=settings.beta2,
                 eps=settings.eps,

@@ -41,6 +41,7 @@ from megalite.kernels.triton.attention_tiles import (
 )
 from megalite.kernels.triton.dropout import kept
 from megalite.kernels.triton.tables import choose
+from megalite.kernels.upload import upload
 
 
 @triton.jit
@@ -379,7 +380,7 @@ def attention_grad(
 def document_mask(cu_seqlens: Sequence[int], window: int | None, device: torch.device) -> Intervals:
     """The mask for `document_attention`, as intervals on the device. Raises ValueError."""
     check_documents(cu_seqlens, window)
-    bounds = torch.tensor(cu_seqlens, dtype=torch.int64).to(device, non_blocking=True)
+    bounds = upload(torch.tensor(cu_seqlens, dtype=torch.int64), device)
     return document_intervals(bounds, cu_seqlens[-1], window=window)
 
 
