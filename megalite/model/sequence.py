@@ -9,6 +9,9 @@ from torch import Tensor
 
 from megalite.model.dropout import DropoutAt
 
+# The masks that are made, by document boundaries and window: a microbatch's, or those of several.
+Masks = dict[tuple[tuple[int, ...], int | None], Any]
+
 
 @dataclass(frozen=True)
 class Sequences:

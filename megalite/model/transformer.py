@@ -9,7 +9,7 @@ Shapes: T tokens of a microbatch, D model, V padded vocabulary; t = T / tp, v = 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from megalite.model.block import Recompute, TransformerLayer
 from megalite.model.dropout import Dropout, DropoutAt
 from megalite.model.norm import make_norm
 from megalite.model.position import PositionEmbedding, rotary_tables
-from megalite.model.sequence import Sequences
+from megalite.model.sequence import Masks, Sequences
 from megalite.run.parameters import ModelStage, stage_parameters
 from megalite.tensor_parallel.context import LayerContext, ShardedModule
 from megalite.tensor_parallel.cross_entropy import (
@@ -39,8 +39,9 @@ class ModelInput(Protocol):
     """The fields of a microbatch that a chunk reads.
 
     token_T, label_T: int64 [T]. weight_T: [T], each token's share of the step's loss; 0 where
-    masked. cu_seqlens: document boundaries [0, ..., T]. dropout: the place of the microbatch in its
-    step; None (evaluation) drops nothing.
+    masked. cu_seqlens: document boundaries [0, ..., T]. masks: those made of such boundaries; the
+    first chunk that needs another adds it. dropout: the place of the microbatch in its step; None
+    (evaluation) drops nothing.
     """
 
     @property
@@ -51,6 +52,8 @@ class ModelInput(Protocol):
     def weight_T(self) -> Tensor: ...
     @property
     def cu_seqlens(self) -> Sequence[int]: ...
+    @property
+    def masks(self) -> Masks: ...
     @property
     def dropout(self) -> DropoutAt | None: ...
 
@@ -154,7 +157,8 @@ class Transformer(nn.Module):
         assert not (
             self.config.has_dropout and torch.is_grad_enabled() and micro_batch.dropout is None
         ), "a batch to train on says where it stands, or nothing would be dropped"
-        x = self.hidden(x, micro_batch.token_T, micro_batch.cu_seqlens, micro_batch.dropout)
+        mask = self._mask(micro_batch.cu_seqlens, micro_batch.masks)
+        x = self.hidden(x, micro_batch.token_T, mask, micro_batch.dropout)
         if not self.last:
             return x
 
@@ -168,16 +172,15 @@ class Transformer(nn.Module):
         self,
         x: Tensor | None,
         token_T: Tensor,
-        cu_seqlens: Sequence[int],
+        mask: Any,
         dropout: DropoutAt | None = None,
     ) -> Tensor:
-        """Residual stream after this stage's layers."""
+        """Residual stream after this stage's layers; `mask` is of the kernels' form."""
         if self.first:
             self._enter_section(0)
             x = self.embed(token_T, dropout)
         assert x is not None, "a stage after the first needs the previous stage's output"
-        length, context = min(self.seq_length, len(token_T)), self.context
-        mask = context.ops.attention_mask(cu_seqlens, self.config.sliding_window, context.device)
+        length = min(self.seq_length, len(token_T))
         sequences = Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
         for index, layer in enumerate(self.layers):
             self._enter_section(index + 1)
@@ -204,9 +207,16 @@ class Transformer(nn.Module):
         """Logits [T, true vocabulary] of one sequence; needs the whole model (tp = pp = 1)."""
         assert len(self.layers) == self.config.num_layers, "logits needs the whole model"
         assert self.context.tp.size == 1, "logits needs the whole vocabulary"
-        x = self.final_norm(self.hidden(None, token_T, [0, len(token_T)]))
+        x = self.final_norm(self.hidden(None, token_T, self._mask([0, len(token_T)], {})))
         logits: Tensor = self.head(x)
         return logits[:, : self.config.vocab_size]
+
+    def _mask(self, cu_seqlens: Sequence[int], masks: Masks) -> Any:
+        """The mask of a microbatch, out of `masks` or made and put there."""
+        key = (tuple(cu_seqlens), self.config.sliding_window)
+        if key not in masks:
+            masks[key] = self.context.ops.attention_mask(*key, self.context.device)
+        return masks[key]
 
     def _enter_section(self, section: int) -> None:
         if self.before_section is not None:

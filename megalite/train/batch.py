@@ -7,7 +7,7 @@ batch, known before the first microbatch; so neither padding nor accumulation no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from megalite.data.batches import Batches, MicroBatch
 from megalite.data.loader import Loader
 from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.precision import main_grad_dtype
+from megalite.kernels.upload import upload
 from megalite.model.dropout import DropoutAt
+from megalite.model.sequence import Masks
 from megalite.run.batch_plan import BatchPlan
 
 
@@ -25,7 +28,8 @@ from megalite.run.batch_plan import BatchPlan
 class TokenBatch:
     """A microbatch on the device: token_T, label_T int64 [T]; weight_T [T]; cu_seqlens [0, ..., T].
 
-    dropout: the place of the microbatch in its step; None drops nothing (evaluation).
+    dropout: the place of the microbatch in its step; None drops nothing (evaluation). masks: those
+    made so far, which the microbatches of a step share.
     """
 
     token_T: Tensor
@@ -33,6 +37,56 @@ class TokenBatch:
     weight_T: Tensor
     cu_seqlens: list[int]
     dropout: DropoutAt | None = None
+    masks: Masks = field(default_factory=dict)
+
+
+class Upload:
+    """The way of a rank's microbatches to its device.
+
+    On CUDA copies run on a stream of their own: beside what is computed, and before it is done.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._weight_dtype = device, main_grad_dtype(dtype)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def token_batches(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float,
+        dropout: DropoutAt | None = None,
+    ) -> list[TokenBatch]:
+        """The microbatches of a step, each valid token weighing `scale` in the type of the loss.
+
+        dropout: `dropout_start` of a step to train on; None for evaluation, which drops nothing.
+        """
+        tokens = torch.stack([ids for b in micro_batches for ids in (b.tokens, b.labels)])
+        weights = torch.stack([batch.loss_weight for batch in micro_batches]).double() * scale
+        token_2mT, weight_mT = self._copy(tokens), self._copy(weights.to(self._weight_dtype))
+        masks: Masks = {}
+        return [
+            TokenBatch(
+                token_T=token_2mT[2 * index],
+                label_T=token_2mT[2 * index + 1],
+                weight_T=weight_mT[index],
+                cu_seqlens=batch.cu_seqlens.tolist(),
+                dropout=None if dropout is None else dropout.later(index * len(batch.tokens)),
+                masks=masks,
+            )
+            for index, batch in enumerate(micro_batches)
+        ]
+
+    def _copy(self, host: Tensor) -> Tensor:
+        """`host` on the device, for use on the current stream; the host waits for nothing."""
+        if self._stream is None:
+            return host
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            there = upload(host, self._device)
+        current.wait_stream(self._stream)
+        # Its memory is the copying stream's, which would fill it again while this one reads it.
+        there.record_stream(current)
+        return there
 
 
 def step_loader(
@@ -70,25 +124,3 @@ def dropout_start(
     """The place of this rank's first microbatch in the step's global batch."""
     rank_tokens = sum(len(batch.tokens) for batch in micro_batches)  # equal on all dp ranks
     return DropoutAt(seed, step, mesh.dp.rank * rank_tokens)
-
-
-def token_batches(
-    micro_batches: Sequence[MicroBatch],
-    scale: float,
-    device: torch.device,
-    dropout: DropoutAt | None = None,
-) -> list[TokenBatch]:
-    """Microbatches on `device`, each valid token weighing `scale`.
-
-    dropout: `dropout_start` of a step to train on; None for evaluation, which drops nothing.
-    """
-    return [
-        TokenBatch(
-            token_T=batch.tokens.to(device),
-            label_T=batch.labels.to(device),
-            weight_T=(batch.loss_weight.double() * scale).to(device),
-            cu_seqlens=batch.cu_seqlens.tolist(),
-            dropout=None if dropout is None else dropout.later(index * len(batch.tokens)),
-        )
-        for index, batch in enumerate(micro_batches)
-    ]

@@ -27,7 +27,7 @@ from megalite.run.pipeline_schedule import make_schedule
 from megalite.run.stages import stages_of
 from megalite.tensor_parallel.context import LayerContext
 from megalite.tensor_parallel.cross_entropy import LossExtras
-from megalite.train.batch import TokenBatch
+from megalite.train.batch import TokenBatch, Upload
 from megalite.train.kernel_choice import choose_kernels
 
 
@@ -57,6 +57,7 @@ class Engine:
             self.chunks, mesh, config.optimizer, self.dtype, mesh.device, self.ops
         )
 
+        self.upload = Upload(mesh.device, self.dtype)
         tokens = config.train.micro_batch * config.data.seq_length
         if config.parallel.sequence_parallel:
             tokens //= mesh.tp.size

@@ -16,7 +16,7 @@ import torch
 from megalite.distributed import comm
 from megalite.record.run_log import RunLog
 from megalite.run.batch_plan import BatchPlan, BatchStage
-from megalite.train.batch import step_loader, token_batches
+from megalite.train.batch import step_loader
 from megalite.train.engine import Engine
 from megalite.train.position import Position
 from megalite.train.run_data import EvalSet
@@ -115,7 +115,7 @@ def evaluate_set(
             if stop():
                 return None
             loaded = reader.step(step)
-            total[0] += engine.forward_only(token_batches(loaded, 1.0, mesh.device))
+            total[0] += engine.forward_only(engine.upload.token_batches(loaded, 1.0))
             if counts_tokens:
                 total[1] += sum(int(batch.loss_weight.count_nonzero()) for batch in loaded)
     loss_sum, tokens = comm.all_reduce(total, mesh.world).tolist()

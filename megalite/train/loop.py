@@ -41,7 +41,7 @@ from megalite.record.run_log import RunLog
 from megalite.record.run_record import StepEdge, run_lines, run_record, step_record
 from megalite.record.step_clock import StepClock, drain_part
 from megalite.train import state
-from megalite.train.batch import count_valid_tokens, dropout_start, step_loader, token_batches
+from megalite.train.batch import count_valid_tokens, dropout_start, step_loader
 from megalite.train.changes import as_records
 from megalite.train.engine import Engine
 from megalite.train.evaluate import Evaluations
@@ -158,7 +158,8 @@ class Trainer:
             loaded = self._micro_batches()
             valid = count_valid_tokens(loaded, mesh)
             dropout = dropout_start(config.train.seed, at.step, loaded, mesh)
-            micro_batches = token_batches(loaded, 1.0 / max(1, valid), mesh.device, dropout)
+            scale = 1.0 / max(1, valid)
+            micro_batches = self.engine.upload.token_batches(loaded, scale, dropout)
 
         # Gradients are summed over microbatches, and reduced over replicas during the last one.
         trace = at.step + 1 == config.pipeline.trace_step

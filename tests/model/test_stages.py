@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from megalite.kernels import Kernels
+from megalite.kernels.plain.attention import document_mask
 from megalite.layout.sharding import ShardSpec
 from megalite.model.norm import Norm
 from megalite.run.parameters import ModelStage, Tying
@@ -22,7 +26,7 @@ from tests.tolerances import PLAIN_FLOAT64
 CUTS = [[2], [1, 1], [0, 2], [2, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 0, 2, 0]]
 
 
-def run_stages(config, counts, batch):
+def run_stages(config, counts, batch, **options):
     """Loss and gradients with each boundary crossed as between two processes."""
     stages, start = [], 0
     for index, count in enumerate(counts):
@@ -30,7 +34,7 @@ def run_stages(config, counts, batch):
         at_end: Tying = "within" if first and last else "copied" if first or last else "no"
         tied: Tying = at_end if config.tie_embeddings else "no"
         layers = range(start, start + count)
-        stages.append(make_stage(config, ModelStage(index, layers, first, last, tied)))
+        stages.append(make_stage(config, ModelStage(index, layers, first, last, tied), **options))
         start += count
     inputs: list[Tensor | None] = []
     outputs: list[Tensor] = []
@@ -98,3 +102,24 @@ def test_norm_gradient_is_marked_partial_just_when_it_is(pool, tp, sp) -> None:
     assert relative_error(total, wants[0]) <= PLAIN_FLOAT64
     if sp:
         assert relative_error(grads[0], wants[0]) > 0.1
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_mask_serves_all_stages_and_microbatches_of_the_same_documents(recompute) -> None:
+    made = []
+
+    def mask(cu_seqlens, window, device):
+        made.append((cu_seqlens, window))
+        return document_mask(cu_seqlens, window, device)
+
+    ops, config = replace(Kernels(), attention_mask=mask), model_config()
+    batch, other = make_batch(cuts=(3,)), make_batch(cuts=(5,))
+    shared = [batch, replace(batch), replace(other, masks=batch.masks)]
+    for each in shared:
+        run_stages(config, [1, 0, 1], each, ops=ops, recompute=recompute)
+    assert made == [(batch.cu_seqlens, None), (other.cu_seqlens, None)]
+
+    # another window needs another mask, another step makes its own
+    run_stages(model_config(sliding_window=2), [2], batch, ops=ops)
+    run_stages(config, [2], make_batch(cuts=(3,)), ops=ops)
+    assert made[2:] == [(batch.cu_seqlens, 2), (batch.cu_seqlens, None)]

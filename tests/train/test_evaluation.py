@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from megalite.config import RunConfig
-from megalite.train.batch import token_batches
 from megalite.train.evaluate import EvalResult, evaluate, evaluate_set
 from tests.pool import RankPool
 from tests.train.kit.runs import (
@@ -93,7 +92,7 @@ def one_by_one(ctx: Any, config: RunConfig) -> tuple[list[float], list[EvalResul
         total = 0.0
         for sample in range(each.batches.num_samples):
             (batch,) = each.batches.rank_batches(sample, 1, 1, 0, 1)
-            batches = token_batches([batch], 1.0, trainer.mesh.device)
+            batches = trainer.engine.upload.token_batches([batch], 1.0)
             total += float(trainer.engine.forward_only(batches))
         alone.append(total)
     for each in trainer.data.sets:

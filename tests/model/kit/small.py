@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.distributed.mesh import Mesh
+from megalite.kernels import Kernels
 from megalite.layout.topology import Topology
 from megalite.model.init import init_params
 from megalite.model.transformer import Transformer
@@ -55,6 +56,7 @@ class Batch:
     weight_T: Tensor
     cu_seqlens: tuple[int, ...]
     dropout: Any = None
+    masks: Any = field(default_factory=dict)
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -85,7 +87,8 @@ def make_batch(vocab: int = 29, num_sequences: int = 2, cuts: tuple[int, ...] = 
 def make_stage(config: ModelConfig, stage: ModelStage | None = None, **options: Any) -> Transformer:
     """One stage in one process with its initial weights; the whole model by default."""
     mesh = Mesh(Topology())
-    context = LayerContext(mesh.tp, options.pop("dtype", torch.float64), CPU)
+    dtype, ops = options.pop("dtype", torch.float64), options.pop("ops", Kernels())
+    context = LayerContext(mesh.tp, dtype, CPU, ops=ops)
     seq_length = options.pop("seq_length", SEQ_LENGTH)
     stage = stage or whole_model(config)
     chunk = Transformer(config, context, stage, seq_length=seq_length, **options)
