@@ -160,7 +160,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dkdv_kernel(
-    q_src, k_src, v_src, do_src, stats_ptr, out_ptr, lo_ptr, up_ptr, queries, keys,
+    q_src, k_src, v_src, do_src, stats_ptr, dk_ptr, dv_ptr, lo_ptr, up_ptr, queries, keys,
     q_stride, k_stride, v_stride, do_stride, scale, dk_scale,
     first_query, first_key, first_head, key0, key1, threshold, keep_scale,
     K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, H: tl.constexpr, BM: tl.constexpr,
@@ -220,17 +220,20 @@ def _dkdv_kernel(
             head += tl.where(row == full_stop, 1, 0)
             row = tl.where(row == full_stop, full_start, row)
 
-    # out[SPLITS, 2, S, K, H]: dk and then dv of each share
-    size = tl.cast(keys, tl.int64) * (K * H)
-    out_ptr += share * 2 * size
+    offset = tl.cast(keys, tl.int64) * (K * H) * share
     if DK:
-        store_tile(out_ptr, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
+        store_tile(dk_ptr + offset, dk * dk_scale, column, keys, kv_head, K * H, BN, H)
     if DV:
-        store_tile(out_ptr + size, dv, column, keys, kv_head, K * H, BN, H)
+        store_tile(dv_ptr + offset, dv, column, keys, kv_head, K * H, BN, H)
 
 
 @triton.jit
-def _splits_kernel(parts_ptr, out_ptr, length, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _splits_kernel(
+    dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, length, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    parts_ptr, out_ptr = dk_parts_ptr, dk_ptr
+    if tl.program_id(1) == 1:
+        parts_ptr, out_ptr = dv_parts_ptr, dv_ptr
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -271,8 +274,8 @@ def attention_backward(
 
     stats: from `attention_delta`. scale and drop: those of the forward. tma: as in
     `attention_forward`. splits: programs a group's query heads are divided among for dk and dv
-    (None: `dkdv_splits`); more than one work in float32 [splits, 2, S, K, H]. Raises TypeError,
-    ValueError.
+    (None: `dkdv_splits`); more than one work in float32 [splits, S, K, H] of dk, and of dv. Raises
+    TypeError, ValueError.
     """
     check_inputs(q_TNH, k_SKH, v_SKH, mask)
     queries, heads, head_dim = q_TNH.shape
@@ -281,9 +284,9 @@ def attention_backward(
     check_shape("attention_backward", (2, heads, queries), stats=stats_2NT)
     q, k, v, do = (flat(x) for x in (q_TNH, k_SKH, v_SKH, do_TNH))
     dq_TNH = q_TNH.new_empty(queries, heads, head_dim)
-    dkdv_2SKH = k_SKH.new_empty(2, keys, kv_heads, head_dim)
+    dk_SKH, dv_SKH = (k_SKH.new_empty(keys, kv_heads, head_dim) for _ in range(2))
     if not (queries and keys):
-        return dq_TNH.zero_(), *dkdv_2SKH.zero_()
+        return dq_TNH.zero_(), dk_SKH.zero_(), dv_SKH.zero_()
 
     # Descriptors first, since the table has other tiles for loads through pointers.
     use_tma = tma_fits(head_dim, q, k, v, do) if tma is None else tma
@@ -322,9 +325,9 @@ def attention_backward(
     splits = splits or dkdv_splits(blocks, kv_heads, group, num_programs(k.device))
     if group % splits:
         raise ValueError(f"attention_backward: splits={splits}, expected a divisor of {group}")
-    parts = dkdv_2SKH
+    parts = [dk_SKH, dv_SKH]
     if splits > 1:
-        parts = torch.empty(splits, *dkdv_2SKH.shape, dtype=torch.float32, device=k.device)
+        parts = [x.new_empty(splits, *x.shape, dtype=torch.float32) for x in parts]
     for with_dk, with_dv in passes:
         _dkdv_kernel[(kv_heads * splits, blocks)](
             operand(q, t.queries, head_dim, use_tma),
@@ -332,7 +335,7 @@ def attention_backward(
             operand(v, t.keys, head_dim, use_tma),
             operand(do, t.queries, head_dim, use_tma),
             stats_2NT,
-            parts,
+            *parts,
             mask.key_lo.contiguous(),
             mask.key_up.contiguous(),
             queries,
@@ -354,10 +357,10 @@ def attention_backward(
         )
     if splits > 1:
         use = choose("attention_splits")
-        _splits_kernel[(cdiv(dkdv_2SKH.numel(), use["block"]),)](
-            parts, dkdv_2SKH, dkdv_2SKH.numel(), SPLITS=splits, **use["launch"]
+        _splits_kernel[(cdiv(dk_SKH.numel(), use["block"]), 2)](
+            *parts, dk_SKH, dv_SKH, dk_SKH.numel(), SPLITS=splits, **use["launch"]
         )
-    return dq_TNH, *dkdv_2SKH
+    return dq_TNH, dk_SKH, dv_SKH
 
 
 def attention_grad(
