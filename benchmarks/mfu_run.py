@@ -127,6 +127,8 @@ def row_of(trainer: Trainer, order: dict[str, Any], peak: int, hosts: int) -> di
     )
     flops = training_flops(config.model, config.data.seq_length)
     mean_s = fmean(line["step_time_s"] for line in steps)
+    split = [line for line in steps if "time_compute_s" in line]  # the last one always
+    split_s = sum(line["step_time_s"] for line in split)
     return {
         "benchmark": "mfu",
         "config": order["config"],
@@ -154,7 +156,7 @@ def row_of(trainer: Trainer, order: dict[str, Any], peak: int, hosts: int) -> di
         "mfu_causal": rates.mfu_causal,
         "memory_peak_bytes": peak,
         "time_split": {
-            part: fmean(line[f"time_{part}_s"] for line in steps) / mean_s for part in TIME_PARTS
+            part: sum(line[f"time_{part}_s"] for line in split) / split_s for part in TIME_PARTS
         },
         "loss": steps[-1]["loss"],
         "versions": metrics.versions(),

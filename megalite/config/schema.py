@@ -522,7 +522,7 @@ class LogConfig(Section):
         tensorboard = true
     """
 
-    # steps between console lines; the last step always has one
+    # steps between console lines, and on GPUs between splits of a step's time; the last has both
     interval: int = Field(default=1, ge=1)
     # form of console lines; megatron: as Megatron-LM prints them
     format: Literal["megalite", "megatron"] = "megalite"

@@ -19,12 +19,12 @@ class Clock:
     """Makes marks on one device. Events that come back through `recycle` are recorded again."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = device.type == "cuda"
+        self.of_stream = device.type == "cuda"  # marks stand in the stream, not in the host's time
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> Mark:
         """The present moment on this device: host seconds, or an event on the current stream."""
-        if not self._events:
+        if not self.of_stream:
             return time.perf_counter()
         event = self._free.pop() if self._free else _new_event()
         event.record()

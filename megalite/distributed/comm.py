@@ -85,7 +85,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
     if axis.size == 1 or x.numel() == 0:
         return Handle(x)
     _count(axis, "all_reduce", 2 * _ring_share(axis) * _bytes(x))
-    with axis.ledger.blocked(axis.name):
+    with axis.ledger.blocked(axis.name, starting=True):
         if axis.backend == "gloo" and axis.size * _bytes(x) <= _EXCHANGE_BYTES:
             return _reduce_by_exchange(x, axis, op)
         flat = x if x.is_contiguous() else x.contiguous()
@@ -227,7 +227,7 @@ def isend(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     channel = mesh.channel(src_pp, dst_pp)
     _count(mesh.pp, "send", _bytes(x))
     flat = x.contiguous()
-    with mesh.ledger.blocked(mesh.pp.name):
+    with mesh.ledger.blocked(mesh.pp.name, starting=True):
         work = channel.send([flat], _in_pair(mesh, peer), 0)
     return Handle(flat, work, mesh.pp)
 
@@ -241,7 +241,7 @@ def irecv(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     channel = mesh.channel(src_pp, dst_pp)
     _count(mesh.pp, "recv", 0.0)
     flat = x if x.is_contiguous() else torch.empty_like(x, memory_format=_ROWS)
-    with mesh.ledger.blocked(mesh.pp.name):
+    with mesh.ledger.blocked(mesh.pp.name, starting=True):
         work = channel.recv([flat], _in_pair(mesh, peer), 0)
     return Handle(x, work, mesh.pp, None if flat is x else lambda: _store(x, flat))
 
@@ -268,7 +268,7 @@ _ROWS = torch.contiguous_format
 
 def _gather(out: Tensor, mine: Tensor, axis: Axis) -> Handle:
     _count(axis, "all_gather", _ring_share(axis) * _bytes(out))
-    with axis.ledger.blocked(axis.name):
+    with axis.ledger.blocked(axis.name, starting=True):
         if axis.backend == "gloo" and axis.size > 2 and _bytes(out) <= _EXCHANGE_BYTES:
             sent = mine.reshape(-1).repeat(axis.size)
             work = dist.all_to_all_single(out.view(-1), sent, group=axis.group, async_op=True)
@@ -279,7 +279,7 @@ def _gather(out: Tensor, mine: Tensor, axis: Axis) -> Handle:
 
 def _scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     _count(axis, "reduce_scatter", _ring_share(axis) * _bytes(x))
-    with axis.ledger.blocked(axis.name):
+    with axis.ledger.blocked(axis.name, starting=True):
         if axis.backend != "gloo":
             work = _scatter_tensor(out, x, group=axis.group, async_op=True)
             return Handle(out, work, axis)

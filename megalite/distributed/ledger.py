@@ -4,7 +4,8 @@ Counts and byte sums since the last `reset` (a step), and the last operation sta
 message of an error or a timeout can name this rank's operation. `seconds` is the host's clock: on
 CUDA, waiting for a collective only orders streams, so seconds there are launch time, not transfer
 time. While `waits` is a list, each wait is also marked on the device's own clock (`clock.py`): on
-CUDA two events on the current stream, a few microseconds of host time, and no synchronisation.
+CUDA two events on the current stream, a few microseconds of host time, and no synchronisation. The
+start of an operation, for which no stream waits, has no mark there.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ class Ledger:
         self.bytes_sent[op, axis] += num_bytes
 
     @contextmanager
-    def blocked(self, axis: str, waiting_for: str | None = None) -> Iterator[None]:
+    def blocked(
+        self, axis: str, waiting_for: str | None = None, *, starting: bool = False
+    ) -> Iterator[None]:
         """Time the host's wait on `axis`; an error that passes gets this rank's place as a note.
 
-        `waiting_for` names the operation when it is not the last one started.
+        `waiting_for` names the operation when it is not the last one started. `starting`: an
+        operation starts, and nothing waits for its end.
         """
         began = time.perf_counter()
-        mark = None if self.waits is None else self.clock.mark()
+        unmarked = self.waits is None or (starting and self.clock.of_stream)
+        mark = None if unmarked else self.clock.mark()
         try:
             yield
         except Exception as error:

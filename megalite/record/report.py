@@ -97,10 +97,13 @@ def figures(record: RunRecord) -> dict[str, Any]:
 
     Times are of the last attempt that trained, without its first step: an earlier one may have had
     another layout or other machines. step_time_s is a median; time_shares, by part, are of the mean
-    and empty where no step has its time split. None stands for what the run's file does not have.
+    over the steps that have their time split, and empty where none has. None stands for what the
+    run's file does not have.
     """
     attempt, steady = _timed_steps(record)
-    wall_s = sum(line["step_time_s"] for line in steady)
+    names = [f"time_{part}_s" for part in TIME_PARTS]
+    split = [line for line in steady if all(_is_usable_time(line.get(n), n) for n in names)]
+    split_s = sum(line["step_time_s"] for line in split)
     vocab = vocab_size(record)
     return {
         "steps": len(record.steps),
@@ -116,9 +119,9 @@ def figures(record: RunRecord) -> dict[str, Any]:
         "attempt": attempt,
         "step_time_s": median(line["step_time_s"] for line in steady) if steady else None,
         "time_shares": {
-            part: sum(line[f"time_{part}_s"] for line in steady) / wall_s
+            part: sum(line[f"time_{part}_s"] for line in split) / split_s
             for part in TIME_PARTS
-            if steady
+            if split
         },
         "damage": record.damage,
     }
@@ -162,6 +165,8 @@ def time_table(record: RunRecord) -> list[str]:
         return ["no step has its time split"]
     took_ms = found["step_time_s"] * 1e3
     rows = [f"a step took {took_ms:.0f} ms (median of attempt {found['attempt']}):"]
+    if not found["time_shares"]:
+        rows.append("  no step has its time split")
     for part, share in found["time_shares"].items():
         rows.append(f"  {part:<10}{share:7.1%}   {_MEANING[part]}")
     return rows
@@ -189,13 +194,13 @@ def comparison(runs: Mapping[str, RunRecord]) -> list[str]:
 
 
 def _timed_steps(record: RunRecord) -> tuple[int, list[dict[str, Any]]]:
-    """The last attempt and those of its steps that have their times, without the first."""
-    names = ["step_time_s", *(f"time_{part}_s" for part in TIME_PARTS)]
+    """The last attempt and those of its steps that have their time, without the first."""
     attempt = record.steps[-1].get("attempt", 1)
     timed = [
         line
         for line in record.steps
-        if line.get("attempt", 1) == attempt and all(_is_usable_time(line.get(n), n) for n in names)
+        if line.get("attempt", 1) == attempt
+        and _is_usable_time(line.get("step_time_s"), "step_time_s")
     ]
     return attempt, timed[1:] or timed
 

@@ -3,14 +3,15 @@
 A step lasts from the end of the previous one to its own (`finish`), without a gap: every second
 belongs to one lap, and inside a lap to the axis that was waited for or to the lap's own part. Times
 are taken on the device: on CUDA by events on the compute stream, so a collective counts for as long
-as it kept the stream from computing, and not at all where it was hidden. The events are read once a
-step, at its end, where the exchange of the loss has synchronised the device anyway.
+as it kept the stream from computing, and not at all where it was hidden. The events are read at the
+step's end, where the exchange of the loss has synchronised the device anyway; on steps that are not
+measured there are none.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,7 +33,10 @@ _PART_OF_AXIS = {
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of one rank's step: `wall_s` by the host's clock, `parts_s` by the device's."""
+    """The times of one rank's step: `wall_s` by the host's clock, `parts_s` by the device's.
+
+    `parts_s` is empty where the step was not measured.
+    """
 
     wall_s: float
     parts_s: dict[str, float]
@@ -51,25 +55,32 @@ class StepClock:
 
     `drain` is the part that waiting for the whole world counts as while the optimizer runs. The
     gradient norm is the first thing in a step that all ranks wait for, so with pipeline stages the
-    end of the bubble appears in that wait.
+    end of the bubble appears in that wait. `measures`: True for the numbers of the steps to split.
     """
 
-    def __init__(self, ledger: Ledger, drain: str = "other") -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        drain: str = "other",
+        measures: Callable[[int], bool] = lambda step: True,
+    ) -> None:
         assert drain in TIME_PARTS, drain
-        self._ledger, self._drain = ledger, drain
+        self._ledger, self._drain, self._measures = ledger, drain, measures
         self._laps: list[_Lap] = []
+        self._step = 0
         self._began_s = 0.0
-        self._mark: Mark = 0.0
+        self._mark: Mark | None = None  # the begin of the present lap; None: not measured
 
-    def begin(self) -> None:
-        """Begin the first step now; the time before belongs to no step."""
+    def begin(self, step: int) -> None:
+        """Begin the step of this number now; the time before belongs to no step."""
         self.stop()
-        self._ledger.waits = []
         self._began_s = time.perf_counter()
-        self._mark = self._ledger.clock.mark()
+        self._enter(step)
 
     def lap(self, part: str) -> None:
         """Count the time since the last lap as `part`, except for waits, which count by axis."""
+        if self._mark is None:
+            return
         waits = self._ledger.waits or []
         self._ledger.waits = []
         now = self._ledger.clock.mark()
@@ -91,12 +102,13 @@ class StepClock:
         """End the step now and begin the next. Call it when the device is synchronised."""
         self.lap("other")
         now_s = time.perf_counter()
-        parts_s = dict.fromkeys(TIME_PARTS, 0.0)
+        parts_s = dict.fromkeys(TIME_PARTS, 0.0) if self._laps else {}
         for lap in self._laps:
             self._add(lap, parts_s)
         times = StepTimes(now_s - self._began_s, parts_s)
         self._began_s = now_s
         self._drop()
+        self._enter(self._step + 1)
         return times
 
     def stop(self) -> None:
@@ -104,6 +116,18 @@ class StepClock:
         self._drop()
         self._recycle(self._ledger.waits or [])
         self._ledger.waits = None
+        if self._mark is not None:
+            self._ledger.clock.recycle([self._mark])
+            self._mark = None
+
+    def _enter(self, step: int) -> None:
+        """Be in a step from now on, with marks if it is one to measure."""
+        self._step = step
+        if not self._measures(step):
+            self.stop()
+        elif self._mark is None:
+            self._ledger.waits = []
+            self._mark = self._ledger.clock.mark()
 
     def _add(self, lap: _Lap, parts_s: dict[str, float]) -> None:
         left_s = seconds_between(lap.began, lap.ended)

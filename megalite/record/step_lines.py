@@ -16,6 +16,11 @@ from megalite.config import RunConfig
 from megalite.record.metrics import Device, device_memory_text
 
 
+def has_line(config: RunConfig, step: int, total_steps: int) -> bool:
+    """True for the steps with a line on the console."""
+    return step % config.log.interval == 0 or step == total_steps
+
+
 class StepLines:
     """The console's lines of a run: takes every step, returns a line each `log.interval` steps."""
 
@@ -30,7 +35,7 @@ class StepLines:
         """
         self._since.append((record, skipped))
         config, step = self._config, record["step"]
-        if step % config.log.interval and step != self._total:
+        if not has_line(config, step, self._total):
             return None
         since, self._since = self._since, []
         if config.log.format == "megatron":

@@ -40,6 +40,7 @@ from megalite.record.param_stats import ParamStats
 from megalite.record.run_log import RunLog
 from megalite.record.run_record import StepEdge, run_lines, run_record, step_record
 from megalite.record.step_clock import StepClock, drain_part
+from megalite.record.step_lines import has_line
 from megalite.train import state
 from megalite.train.batch import count_valid_tokens, dropout_start, step_loader
 from megalite.train.changes import as_records
@@ -90,7 +91,8 @@ class Trainer:
         self.at = Position(config, self.data)
         self.evaluations = Evaluations(self.engine, self.data.sets, self.at, self.log)
         self.stats = ParamStats(self.engine.optimizer, mesh, config.log.param_stats_interval)
-        self.clock = StepClock(mesh.ledger, drain_part(mesh.pp.size, mesh.dp.size))
+        drain = drain_part(mesh.pp.size, mesh.dp.size)
+        self.clock = StepClock(mesh.ledger, drain, self._is_measured)
         self.loader: Loader[list[MicroBatch]] | None = None
         self.retention = Retention(config, self.log)
         self._saved_at_s = time.monotonic()
@@ -126,7 +128,7 @@ class Trainer:
         """
         at, settings = self.at, self.config.checkpoint
         interval, has_best = settings.interval, settings.keep_best is not None
-        self.clock.begin()
+        self.clock.begin(self.step + 1)
 
         # What an earlier attempt was kept from by a signal or its death.
         leaving = at.step == stop_at
@@ -211,6 +213,11 @@ class Trainer:
             dict(zip(times.parts_s, parts_s, strict=True)),
         )
 
+    def _is_measured(self, step: int) -> bool:
+        """True if the time of a step is split: of each on CPU, on GPUs of those with a line."""
+        on_host = self.mesh.device.type == "cpu"
+        return on_host or has_line(self.config, step, self.at.total_steps)
+
     # --- the parts of a step ---------------------------------------------------------------------
 
     def _micro_batches(self) -> list[MicroBatch]:
@@ -263,7 +270,7 @@ class Trainer:
             return True
         self.clock.stop()  # the time of an evaluation belongs to no step
         whole = self.evaluations.run(lambda: self._signalled(flag))
-        self.clock.begin()
+        self.clock.begin(self.step + 1)
         return whole
 
     def _signalled(self, flag: SignalFlag) -> bool:
@@ -291,14 +298,14 @@ class Trainer:
         path = state.save_run(self.engine, self.checkpoints, self.step, kept)
         self.at.saved_step, self._saved_at_s = self.step, time.monotonic()
         self.log.checkpoint(self.step, path, time.perf_counter() - began)
-        self.clock.begin()
+        self.clock.begin(self.step + 1)
 
     def _delete_old(self) -> None:
         """Delete the checkpoints that need not stay now that this step is saved."""
         self.clock.stop()
         self.mesh.ledger.phase = "checkpoint"
         self.retention.clean_up(self.step, self.at.losses, Ranks(self.mesh.world))
-        self.clock.begin()
+        self.clock.begin(self.step + 1)
 
     # --- begin and end ---------------------------------------------------------------------------
 

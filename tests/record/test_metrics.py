@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import megalite
 from megalite.config import RunConfig
 from megalite.record.records import TIME_PARTS, MetricsFile, read_metrics
 from megalite.run.model_math import parameter_counts, training_flops
+from megalite.train.loop import Trainer
 from tests import ROOT
 from tests.pool import RankPool
 from tests.train.kit.runs import (
@@ -21,6 +25,7 @@ from tests.train.kit.runs import (
     VOCAB,
     lines,
     make_config,
+    make_trainer,
     train,
     world_size,
     write_tokens,
@@ -150,6 +155,37 @@ def test_a_part_that_a_layout_lacks_takes_no_time(
         parts = {part: line[f"time_{part}_s"] for part in TIME_PARTS}
         assert {part for part, seconds in parts.items() if seconds == 0} == without
         assert sum(parts.values()) == pytest.approx(line["step_time_s"], rel=0.01)
+
+
+def measured_where_a_line_is(ctx: Any, config: RunConfig) -> bool:
+    """Runs in a rank: the steps that a GPU would measure are measured, here on CPU."""
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+
+    def is_measured(trainer: Trainer, step: int) -> bool:
+        assert rule(trainer, step)  # on CPU all are
+        seen: bool = rule(SimpleNamespace(mesh=on_gpu, config=config, at=trainer.at), step)
+        return seen
+
+    rule: Any = Trainer._is_measured
+    with mock.patch.object(Trainer, "_is_measured", is_measured):
+        return make_trainer(ctx, config).run() == 0
+
+
+def test_on_gpus_the_steps_with_a_console_line_are_measured(
+    pool: RankPool, config: RunConfig
+) -> None:
+    folder = Path(config.out)
+    changes = {"train__steps": 5, "log__interval": 2, "checkpoint__interval": 3}
+    sampled = make_config(folder, "sampled", "zero1", **changes)
+    assert all(pool.run(measured_where_a_line_is, world_size(sampled), sampled))
+    for line in lines(folder / "sampled", "step"):
+        parts = [line[name] for name in line if name.startswith("time_")]
+        if line["step"] in (2, 4, 5):
+            assert len(parts) == len(TIME_PARTS)
+            assert sum(parts) == pytest.approx(line["step_time_s"], rel=0.01)
+        else:
+            assert parts == []
+            assert line["step_time_s"] > 0
 
 
 def test_the_logged_norm_is_from_before_clipping(pool: RankPool, config: RunConfig) -> None:

@@ -239,6 +239,20 @@ def test_the_time_of_a_step_is_that_of_the_last_attempt_without_its_first_step(
         assert next(row for row in rows if "data " in row).split()[1] == "25.0%"
 
 
+def test_shares_are_of_the_steps_whose_time_is_split(tmp_path: Path) -> None:
+    """On GPUs only the steps with a console line are: the median is of all."""
+    times = {f"time_{part}_s": 0.0 for part in TIME_PARTS}
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write("run", step=0, config={})
+    for step, took in enumerate((9.0, 1.0, 4.0, 1.0), start=1):
+        split = {**times, "time_data_s": 1.0, "time_other_s": 3.0} if step == 3 else {}
+        file.write("step", step=step, loss=1.0, step_time_s=took, **split)
+    file.close()
+    title, *rows = time_table(read_run(tmp_path))
+    assert title == "a step took 1000 ms (median of attempt 1):"
+    assert next(row for row in rows if "data " in row).split()[1] == "25.0%"
+
+
 DAMAGED_LINES = [
     b"not json",
     b"[1, 2]",

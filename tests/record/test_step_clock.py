@@ -20,6 +20,7 @@ class Device:
         self.now_s = 0.0
         self.num_events = 0
         self.num_syncs = 0
+        self.num_marks = 0
         device = self
 
         class Event:
@@ -28,6 +29,7 @@ class Device:
                 device.num_events += 1
 
             def record(self) -> None:
+                device.num_marks += 1
                 self.at_s = device.now_s
 
             def synchronize(self) -> None:
@@ -73,7 +75,7 @@ def step(device: Device, clock: StepClock) -> None:
 def test_every_second_of_the_device_belongs_to_one_part(device: Device) -> None:
     clock = StepClock(device.ledger, drain="pp_wait")
     assert device.ledger.waits is None  # nothing is marked before a step begins
-    clock.begin()
+    clock.begin(1)
     for _ in range(3):
         began_s = device.now_s
         step(device, clock)
@@ -92,7 +94,7 @@ def test_every_second_of_the_device_belongs_to_one_part(device: Device) -> None:
 
 def test_nothing_is_synchronised_within_a_step_and_events_are_used_again(device: Device) -> None:
     clock = StepClock(device.ledger)
-    clock.begin()
+    clock.begin(1)
     made = []
     for _ in range(4):
         before = device.num_syncs
@@ -103,14 +105,46 @@ def test_nothing_is_synchronised_within_a_step_and_events_are_used_again(device:
     assert made[3] - made[2] <= 1 < made[0]
 
 
+def test_only_measured_steps_have_marks(device: Device) -> None:
+    """Every third, from the end of the step before; the others have the host's time alone."""
+    clock = StepClock(device.ledger, "pp_wait", lambda number: number % 3 == 0)
+    clock.begin(1)
+    marks = []
+    for number in range(1, 8):
+        before, began_s = device.num_marks, device.now_s
+        step(device, clock)
+        times = clock.finish()
+        assert times.wall_s > 0
+        marks.append(device.num_marks - before)
+        if number % 3:
+            assert times.parts_s == {}
+        else:
+            assert sum(times.parts_s.values()) == device.now_s - began_s
+            assert times.parts_s["pp_wait"] == 10.25
+    # 7 waits of two marks, 5 laps; the first mark stands at the end of the step before
+    assert marks == [0, 1, 7 * 2 + 5, 0, 1, 19, 0]
+    assert device.ledger.waits is None
+
+
+def test_the_start_of_an_operation_is_marked_on_the_host_clock_alone(device: Device) -> None:
+    for ledger, expected in ((device.ledger, 0), (Ledger("rank 0"), 1)):
+        clock = StepClock(ledger)
+        clock.begin(1)
+        with ledger.blocked("tp", starting=True):
+            device.work(1.0)
+        assert ledger.waits is not None
+        assert len(ledger.waits) == expected
+        assert ledger.seconds["tp"] > 0
+
+
 def test_what_lies_between_stop_and_begin_belongs_to_no_step(device: Device) -> None:
     clock = StepClock(device.ledger)
-    clock.begin()
+    clock.begin(1)
     step(device, clock)
     clock.stop()
     device.wait("tp", 100.0)
     assert device.ledger.waits is None
-    clock.begin()
+    clock.begin(2)
     device.work(1.0)
     clock.lap("compute")
     assert sum(clock.finish().parts_s.values()) == 1.0
@@ -126,7 +160,7 @@ def test_waiting_for_the_whole_world_is_the_uneven_axis(pp: int, dp: int, part: 
 def test_the_host_clock_measures_the_same_way() -> None:
     ledger = Ledger("rank 0")
     clock = StepClock(ledger)
-    clock.begin()
+    clock.begin(1)
     with ledger.blocked("tp"):
         pass
     clock.lap("compute")
@@ -138,7 +172,7 @@ def test_the_host_clock_measures_the_same_way() -> None:
 
 def test_a_failed_wait_is_counted_too(device: Device) -> None:
     clock = StepClock(device.ledger)
-    clock.begin()
+    clock.begin(1)
 
     def fail() -> None:
         with device.ledger.blocked("tp"):
