@@ -46,13 +46,16 @@ class Handle:
         result: Tensor,
         work: Any = None,
         axis: Axis | None = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> None:
         self._result = result
         self._work = work
         self._axis = axis
         self._finish = finish
-        self._what = axis.ledger.last_op if axis is not None else None
+        self._op = None if axis is None else axis.ledger.last_op
+        if axis is not None and axis.backend == "nccl" and self._op is not None:
+            # Not the work itself: it keeps the output alive, and asking it asks CUDA.
+            axis.ledger.follow(self._op, work.get_future_result().done)
 
     def done(self) -> bool:
         """True if `wait()` would return at once."""
@@ -63,7 +66,7 @@ class Handle:
         if self._work is not None:
             assert self._axis is not None, "only operations on an axis have work"
             work, self._work = self._work, None
-            with self._axis.ledger.blocked(self._axis.name, self._what):
+            with self._axis.ledger.blocked(self._axis.name, self._op):
                 work.wait()
                 if self._finish is not None:
                     self._finish()
@@ -161,9 +164,11 @@ def all_to_all(
     sent_away = sum(send_sizes) - send_sizes[axis.rank]
     _count(axis, "all_to_all", sent_away * x.element_size())
     out = x.new_empty(sum(receive_sizes))
-    with axis.ledger.blocked(axis.name):
-        dist.all_to_all_single(out, x, list(receive_sizes), list(send_sizes), group=axis.group)
-    return out
+    with axis.ledger.blocked(axis.name, starting=True):
+        work = dist.all_to_all_single(
+            out, x, list(receive_sizes), list(send_sizes), group=axis.group, async_op=True
+        )
+    return Handle(out, work, axis).wait()
 
 
 def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
@@ -171,11 +176,10 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
     if axis.size == 1 or x.numel() == 0:
         return x
     _count(axis, "broadcast", _ring_share(axis) * _bytes(x))
-    with axis.ledger.blocked(axis.name):
+    with axis.ledger.blocked(axis.name, starting=True):
         flat = x.contiguous()
-        dist.broadcast(flat, src=axis.ranks[src], group=axis.group)
-        _store(x, flat)
-    return x
+        work = dist.broadcast(flat, src=axis.ranks[src], group=axis.group, async_op=True)
+    return Handle(x, work, axis, lambda: _store(x, flat)).wait()
 
 
 def barrier(axis: Axis) -> None:
@@ -184,9 +188,9 @@ def barrier(axis: Axis) -> None:
         return
     token = torch.zeros(1, device=axis.device)
     _count(axis, "barrier", 2 * _ring_share(axis) * _bytes(token))
-    with axis.ledger.blocked(axis.name):
-        dist.all_reduce(token, group=axis.group)
-        token.item()  # on CUDA the host, too, waits
+    with axis.ledger.blocked(axis.name, starting=True):
+        work = dist.all_reduce(token, group=axis.group, async_op=True)
+    Handle(token, work, axis, lambda: token.item()).wait()  # on CUDA the host, too, waits
 
 
 def broadcast_object(value: Any, axis: Axis, src: int = 0) -> Any:
@@ -214,8 +218,9 @@ def gather_object(value: Any, axis: Axis) -> list[Any]:
     padded, lengths = _padded(value, axis)
     rows = [torch.empty_like(padded) for _ in lengths] if axis.rank == 0 else None
     _count(axis, "gather", _bytes(padded))
-    with axis.ledger.blocked(axis.name):
-        dist.gather(padded, rows, group=axis.group, group_dst=0)
+    with axis.ledger.blocked(axis.name, starting=True):
+        work = dist.gather(padded, rows, group=axis.group, group_dst=0, async_op=True)
+    Handle(padded, work, axis).wait()
     if rows is None:
         return []
     return [_decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
@@ -225,7 +230,7 @@ def isend(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     """Start sending `x` over the channel from this stage `src_pp`; the handle keeps it alive."""
     peer = mesh.channel_peer(src_pp, dst_pp)
     channel = mesh.channel(src_pp, dst_pp)
-    _count(mesh.pp, "send", _bytes(x))
+    mesh.ledger.start("send", mesh.pp.name, _bytes(x), (mesh.rank, peer))
     flat = x.contiguous()
     with mesh.ledger.blocked(mesh.pp.name, starting=True):
         work = channel.send([flat], _in_pair(mesh, peer), 0)
@@ -239,7 +244,7 @@ def irecv(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     """
     peer = mesh.channel_peer(src_pp, dst_pp)
     channel = mesh.channel(src_pp, dst_pp)
-    _count(mesh.pp, "recv", 0.0)
+    mesh.ledger.start("recv", mesh.pp.name, 0.0, (peer, mesh.rank))
     flat = x if x.is_contiguous() else torch.empty_like(x, memory_format=_ROWS)
     with mesh.ledger.blocked(mesh.pp.name, starting=True):
         work = channel.recv([flat], _in_pair(mesh, peer), 0)

@@ -45,6 +45,7 @@ class Axis:
         self.name: Kind = name
         self.device, self.backend, self.ledger = mesh.device, mesh.backend, mesh.ledger
         self.ranks: Members = mesh.topology.group_of(name, mesh.rank)
+        self.ledger.groups[name] = self.ranks
         self.size: int = len(self.ranks)
         self.rank: int = self.ranks.index(mesh.rank)
         self.member: bool = name != "embedding" or mesh.topology.has_embedding(mesh.rank)

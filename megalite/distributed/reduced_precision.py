@@ -35,7 +35,7 @@ def reduce_scatter_rounded(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Iter
     parts = torch.empty_like(sent)
     num_bytes = sent.numel() * sent.element_size() * (axis.size - 1) / axis.size
     axis.ledger.start("reduce_scatter", axis.name, num_bytes)
-    with axis.ledger.blocked(axis.name):
+    with axis.ledger.blocked(axis.name, starting=True):
         work = dist.all_to_all_single(parts, sent, group=axis.group, async_op=True)
     handle = Handle(parts, work, axis)
     yield

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,8 +33,10 @@ class Notice:
     """The state of a rank as it last posted it."""
 
     beat: int  # grows with each post, so a rank whose beat stands still is dead or stopped
-    num_ops: int  # operations between ranks that it has started
+    num_ops: int  # operations between ranks that it has done, on CUDA its device
     where: str  # its current operation and phase, in words
+    waits: bool = False  # it waits in that operation, so other ranks may have to come first
+    reached: dict[str, int] = field(default_factory=dict)  # `OpProgress.reached`
     failed: str = ""  # the error that ended it, or ""
     left: bool = False  # it finished without an error and posts no more
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from megalite.distributed import comm
+from megalite.distributed.ledger import Ledger
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
 from megalite.process.env import end_process, init_process
@@ -285,3 +288,32 @@ def one_rank_skips(ctx):
 def test_a_hanging_collective_names_rank_place_and_phase(pool) -> None:
     notes = pool.run(one_rank_skips, 4)[0]
     assert notes == ["rank 0 (tp 0, dp 0): waiting in all_reduce on tp, op #2, phase 'backward'"]
+
+
+class Work:
+    """Takes the place of NCCL's: it keeps its output, and a wait does not wait for the device."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = output
+        self.result: torch.futures.Future[int] = torch.futures.Future()
+
+    def wait(self) -> None:
+        pass
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        return self.result
+
+
+def test_an_operation_is_followed_to_its_end_on_the_device_without_its_output() -> None:
+    ledger = Ledger("rank 0")
+    axis: Any = SimpleNamespace(name="tp", backend="nccl", ledger=ledger)
+    op = ledger.start("all_reduce", "tp", 4.0)
+    work = Work(torch.ones(4))
+    kept, result = weakref.ref(work.output), work.result
+    handle = comm.Handle(work.output, work, axis)
+    handle.wait()
+    del handle, work
+    assert kept() is None
+    assert ledger.progress().waits_in is op
+    result.set_result(0)
+    assert ledger.progress().waits_in is None

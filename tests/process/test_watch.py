@@ -1,4 +1,4 @@
-"""The board and the watch: which rank is to blame, reported once. No processes: one store."""
+"""The board and the watch: which rank is to blame, reported once. No processes but for gloo."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from megalite.distributed import comm
 from megalite.distributed.ledger import Ledger
 from megalite.errors import ConfigError
 from megalite.process import watch
 from megalite.process.board import Board, Notice
 from megalite.process.watch import Watch
+from tests.pool import RankPool
 
 AFTER_S = 0.2
 
 
 class Rank:
-    """One of two ranks: its ledger, and what its watch reports."""
+    """One of several ranks: its ledger, and what its watch reports."""
 
-    def __init__(self, store: HashStore, rank: int) -> None:
+    def __init__(self, store: HashStore, rank: int, world_size: int = 2) -> None:
         self.ledger = Ledger(f"rank {rank} (tp {rank})")
-        self.board = Board(store, rank, 2)
+        self.board = Board(store, rank, world_size)
         self.lines: list[str] = []
         self.blamed = threading.Event()
 
@@ -54,7 +58,7 @@ def test_a_silent_rank_is_named_with_its_last_place(ranks: list[Rank]) -> None:
     with ranks[0].watched():
         assert ranks[0].blamed.wait(60)
     assert ranks[0].lines == [
-        "nothing new for 0.2 s: rank 0 (tp 0): waiting in all_reduce on tp, op #1, phase 'set-up'",
+        "nothing new for 0.2 s: rank 0 (tp 0): past all_reduce on tp, op #1, phase 'set-up'",
         "rank 1 gives no sign of life, it is dead or stopped; last seen at: rank 1 (tp 1): "
         "waiting in all_reduce on tp, op #12",
     ]
@@ -72,14 +76,115 @@ def test_a_rank_that_skipped_an_operation_is_named_once(ranks: list[Rank]) -> No
         threading.Event().wait(10 * AFTER_S)
     blame = [line for rank in ranks for line in rank.lines if not line.startswith("nothing new")]
     assert set(blame) == {
-        "rank 1 is furthest behind: rank 1 (tp 1): waiting in all_reduce on tp, op #1, "
-        "phase 'set-up'"
+        "rank 1 is furthest behind: rank 1 (tp 1): past all_reduce on tp, op #1, phase 'set-up'"
     }
+
+
+def follow(rank: Rank, axis: str, done: bool, channel: tuple[int, int] | None = None) -> None:
+    """Launch an operation that the device has, or has not, finished."""
+    op = rank.ledger.start("all_reduce" if channel is None else "send", axis, 8, channel)
+    rank.ledger.follow(op, lambda: done)
+
+
+@pytest.mark.parametrize("channel", [None, (0, 1)], ids=["collective", "message"])
+def test_a_device_that_has_not_come_is_named_though_all_hosts_launched_the_same(
+    ranks: list[Rank], hasty: None, channel: tuple[int, int] | None
+) -> None:
+    """Both hosts have launched all and wait for the step's edge; the device of rank 1 is behind."""
+    for rank, done in zip(ranks, (True, False), strict=True):
+        rank.ledger.groups = {"tp": (0, 1), "dp": (1, 3), "edge": (0, 1)}
+        rank.ledger.phase = "backward"
+        follow(rank, "dp", done)
+        follow(rank, "tp", False, channel)
+        rank.ledger.phase = "step edge"
+        follow(rank, "edge", False)
+    with (
+        ranks[1].ledger.blocked("edge"), ranks[0].ledger.blocked("edge"),
+        ranks[1].watched(3600.0), ranks[0].watched(),
+    ):  # fmt: skip
+        assert ranks[0].blamed.wait(60)
+    name = "all_reduce" if channel is None else "send"
+    assert ranks[0].lines == [
+        f"nothing new for 0.2 s: rank 0 (tp 0): waiting in {name} on tp, op #2, phase 'backward'",
+        "rank 1 has not come to an operation that others wait in: rank 1 (tp 1): waiting in "
+        "all_reduce on dp, op #1, phase 'backward'",
+    ]
+
+
+def test_a_rank_in_no_operation_is_named_before_those_that_wait_for_it(hasty: None) -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which computes; rank 0 has done least."""
+    store = HashStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.ledger.groups = {"tp": (0, 1, 2), "dp": (1, 2)}
+    for _ in range(9):
+        follow(ranks[1], "pp", True, (1, 2))
+        follow(ranks[2], "pp", True, (1, 2))
+    follow(ranks[1], "dp", False)
+    follow(ranks[0], "tp", False)
+    with ranks[1].watched(3600.0), ranks[2].watched(3600.0), ranks[0].watched():
+        assert ranks[0].blamed.wait(60)
+    assert ranks[0].lines[1:] == [
+        "rank 2 has not come to an operation that others wait in: rank 2 (tp 2): past send on pp, "
+        "op #9, phase 'set-up'"
+    ]
+
+
+def test_a_device_that_gets_on_moves_its_rank(ranks: list[Rank]) -> None:
+    """Though its host launches nothing: it has launched a step that takes long."""
+    done = False
+    ranks[0].ledger.follow(ranks[0].ledger.start("all_reduce", "tp", 8), lambda: done)
+    watching = Watch(ranks[0].ledger, 1.0, print)
+    before = watching._moves()
+    assert watching._moves() == before
+    done = True
+    assert watching._moves() != before
+
+
+def rank_1_computes(ctx):
+    """The lines of rank 0's watch; rank 1 comes to their third operation once it was named."""
+    mesh = ctx.mesh(tp=2)
+    store = dist.distributed_c10d._get_default_store()
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if not line.startswith("nothing new"):
+            store.set("named", "")
+
+    board = Board.of_world(ctx.rank, 2)
+    with Watch(mesh.ledger, AFTER_S if ctx.rank == 0 else 3600.0, report, board):
+        for number in range(3):
+            mesh.ledger.step = number + 1
+            if ctx.rank == 1 and number == 2:
+                store.wait(["named"])
+            comm.all_reduce(torch.ones(2), mesh.tp)
+    return lines
+
+
+@pytest.mark.long
+def test_the_same_over_gloo(pool: RankPool) -> None:
+    lines, _ = pool.run(rank_1_computes, 2)
+    assert lines == [
+        "nothing new for 0.2 s: rank 0 (tp 0): waiting in all_reduce on tp, op #3, step 3, "
+        "phase 'test'",
+        "rank 1 has not come to an operation that others wait in: rank 1 (tp 1): past all_reduce "
+        "on tp, op #2, step 2, phase 'test'",
+    ]
+
+
+def test_what_helps_is_reported_behind_the_ranks(ranks: list[Rank], hasty: None) -> None:
+    ranks[1].board.post(Notice(1, 12, "rank 1"))
+    with ranks[0].watched(advice="torch records its operations in FILE"):
+        while len(ranks[0].lines) < 3:
+            time.sleep(0.01)
+    assert ranks[0].lines[2:] == ["torch records its operations in FILE"]
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch that is sure of itself within half a second."""
+    monkeypatch.setattr(watch, "_SILENT_S", 0.3)
     monkeypatch.setattr(watch, "_LEAVE_STUCK_S", 0.1)
     monkeypatch.setattr(watch, "LEAVE_S", 0.3)
     monkeypatch.setattr(watch, "BEAT_S", 0.02)
