@@ -25,6 +25,7 @@ from megalite.distributed import comm
 from megalite.distributed.mesh import Mesh
 from megalite.layout.topology import Topology
 from megalite.process.env import pick_device
+from megalite.process.gpu_variables import prepare_gpus
 from megalite.process.launcher import Launch, read_launch
 from megalite.process.local import run_local
 from megalite.record import metrics
@@ -54,6 +55,7 @@ def main(order: dict[str, Any]) -> int:
     world_size = None if order["local"] else launch.world_size
     run = open_run(order["config"], order["settings"], world_size)
     config = for_measuring(run.config, order)
+    prepare_gpus(config.folder)
     if order["local"]:
         timeout_s = config.train.timeout_s
         needed = Topology.of(config.parallel).world_size

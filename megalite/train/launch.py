@@ -12,6 +12,7 @@ import sys
 from megalite.checks import check_and_resolve
 from megalite.config import RunConfig
 from megalite.layout.topology import Topology
+from megalite.process.gpu_variables import prepare_gpus
 from megalite.process.launcher import DeviceKind, Launch
 from megalite.process.signals import SignalFlag
 from megalite.train.start_checks import require_resumable
@@ -41,6 +42,8 @@ def train_command(
 
         # Reported here, once: each rank would find it by itself, seconds later.
         require_resumable(config, accept)
+        if device != "cpu":
+            prepare_gpus(config.folder)
         if local:
             code = _run_all_ranks(config, device, accept, flag)
         else:

@@ -19,6 +19,7 @@ from megalite.layout.topology import Topology
 from megalite.process.board import Board
 from megalite.process.determinism import prepare_deterministic, use_deterministic
 from megalite.process.env import end_process, init_process
+from megalite.process.gpu_variables import recorder_advice
 from megalite.process.launcher import Launch
 from megalite.process.secrets import Redaction
 from megalite.process.signals import SignalFlag
@@ -105,9 +106,16 @@ def train_rank(
     with signals:
         mesh = Mesh(Topology.of(config.parallel), device, timeout_s=timeout_s)
         board = Board.of_world(launch.rank, launch.world_size)
-        after_s = timeout_s * _WATCH_SHARE
+        watch = Watch(
+            mesh.ledger,
+            timeout_s * _WATCH_SHARE,
+            _print_redacted,
+            board,
+            asked_s=signals.asked_s,
+            advice=recorder_advice() if mesh.backend == "nccl" else "",
+        )
         try:
-            with Watch(mesh.ledger, after_s, _print_redacted, board, asked_s=signals.asked_s):
+            with watch:
                 # Configs are compared before groups are made, because settings decide the groups.
                 require_same_config(config, mesh, accept)
                 mesh.create()
