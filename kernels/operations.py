@@ -54,6 +54,7 @@ class Kernels:
     linear_input_grad: One = processor_products.linear_input_grad
     accumulate_weight_grad_: InPlace = processor_products.accumulate_weight_grad_
     bias_grad: One = products.bias_grad
+    add_column_sums_: InPlace = products.add_column_sums_
     embedding_grad_: InPlace = products.embedding_grad_
 
     norm: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]] = norms.norm

@@ -19,8 +19,8 @@ from megalite.kernels import dropout_mask, rope_tables
 from megalite.kernels.triton.cast import scale_cast
 from megalite.kernels.triton.dropout import dropout
 from megalite.kernels.triton.gelu import gelu, gelu_grad
-from megalite.kernels.triton.norm import norm, norm_grad
-from megalite.kernels.triton.rope import rotate_heads_
+from megalite.kernels.triton.norm import add_column_sums_, norm, norm_grad
+from megalite.kernels.triton.rope import rotate
 from megalite.kernels.triton.swiglu import swiglu, swiglu_grad
 
 Shape = Mapping[str, int]
@@ -122,8 +122,12 @@ def _mean(s: Tensor, center: bool) -> list[Tensor]:
 def run_norm_grad(center: bool) -> Callable[[Inputs], Sequence[Tensor]]:
     def run(i: Inputs) -> Sequence[Tensor]:
         mean = i["mean"] if center else None
-        found = norm_grad(i["dy"], i["s"], i["weight"], mean, i["rstd"], i["ds"])
-        return [x for x in found if x is not None]
+        dx, *partial = norm_grad(i["dy"], i["s"], i["weight"], mean, i["rstd"], i["ds"])
+        found = [dx]
+        for rows in (x for x in partial if x is not None):
+            found.append(rows.new_zeros(rows.shape[1]))
+            add_column_sums_(found[-1], rows)
+        return found
 
     return run
 
@@ -210,9 +214,7 @@ def make_rope(gate: Gate, shape: Shape, dtype: torch.dtype, seed: int) -> Inputs
 
 
 def run_rope(i: Inputs) -> Sequence[Tensor]:
-    heads = i["x"][:, :, :-1]  # the last of a group is the value, which does not turn
-    rotate_heads_(heads, i["cos"], i["sin"])
-    return [i["x"]]
+    return rotate(i["x"], i["cos"], i["sin"], copy_values=True)
 
 
 def want_rope(i: Inputs) -> Sequence[Tensor]:
@@ -221,7 +223,7 @@ def want_rope(i: Inputs) -> Sequence[Tensor]:
     cos, sin = (i[name].double().repeat(turns, 1)[:, None, None, :] for name in ("cos", "sin"))
     first, second = x[:, :, :-1].chunk(2, -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return [torch.cat([turned, x[:, :, -1:]], 2)]
+    return [turned[:, :, :-1], turned[:, :, -1:], x[:, :, -1:]]
 
 
 def make_rows(gate: Gate, shape: Shape, dtype: torch.dtype, seed: int) -> Inputs:
@@ -303,7 +305,7 @@ CASES = [
     Case("gelu_grad", "elementwise", make_gelu, run_gelu_grad, want_gelu_grad,
          times_bytes("h", 3), WIDE, backward=True),
     Case("rope", "elementwise", make_rope, run_rope, want_rope,
-         lambda i: 2.0 * i["x"][:, :, :-1].numel() * i["x"].element_size(), ROPE),
+         times_bytes("x", 2), ROPE),
     Case("dropout", "elementwise", make_rows, lambda i: [dropout(i["x"], KEY, P, 7)[0]],
          want_dropout, times_bytes("x", 2), NORM),
     Case("cast_bf16", "elementwise", make_cast(torch.bfloat16), run_cast, want_cast, cast_bytes,

@@ -99,12 +99,13 @@ def gelu(h: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(h + bias, approximate="tanh")
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     first, second = x[:, :, :-1].chunk(2, -1)
     if len(cos) != len(x):
         cos, sin = (table.repeat(len(x) // len(table), 1) for table in (cos, sin))
     cos, sin = (table[:, None, None, :].to(x.dtype) for table in (cos, sin))
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned, x[:, :, -1:].clone()
 
 
 def loss(logits: Tensor, label: Tensor) -> Tensor:

@@ -11,10 +11,16 @@ from megalite.kernels.functional.checks import FLOATS, PARAMETER, Arg, check, ch
 from megalite.kernels.functional.operator import new, new_stats, operator, rows
 from megalite.kernels.operations import Kernels
 
+
+def _compute_grad(ops: Kernels, *others: Any) -> tuple[Tensor | None, ...]:
+    dx, *rows = ops.norm_grad(*others)
+    return dx, *(None if x is None else x.sum(0) for x in rows)
+
+
 _norm_grad = operator(
     "norm_grad(Tensor dy, Tensor s, Tensor weight, Tensor? mean, Tensor rstd, Tensor? ds)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    "norm_grad",
+    _compute_grad,
     lambda dy, s, weight, mean, *_: (
         new(s),
         new_stats(s, len(weight)),

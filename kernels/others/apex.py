@@ -159,7 +159,7 @@ class ApexNorm:
             unused_eps,
             False,
         )
-        return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D.float(), None
+        return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D.float().unsqueeze(0), None
 
 
 def apex_norm(own: Kernels, device: torch.device) -> ApexNorm:

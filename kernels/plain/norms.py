@@ -124,16 +124,18 @@ def norm_grad(
     rstd_T1: Tensor,
     ds_TD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx[T, D], dweight[D], dbias[D] or None) of `norm`; dx is the residual's gradient, too.
+    """(dx[T, D], dweight[P, D], dbias[P, D] or None) of `norm`; dx is the residual's gradient, too.
 
-    ds: the gradient that reaches s past the norm, added to dx.
+    Gradients of weight and bias are rows to be summed (`add_column_sums_`), here one. ds: the
+    gradient that reaches s past the norm, added to dx.
     """
-    dbias_D = None
     if mean_T1 is None:
-        dx_TD, dweight_D = rms_norm_grad(dy_TD, s_TD, weight_D, rstd_T1)
+        dx_TD, *sums = rms_norm_grad(dy_TD, s_TD, weight_D, rstd_T1)
     else:
-        dx_TD, dweight_D, dbias_D = layer_norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1)
-    return dx_TD if ds_TD is None else dx_TD.add_(ds_TD), dweight_D, dbias_D
+        dx_TD, *sums = layer_norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1)
+    dweight_PD, *dbias_PD = (x.unsqueeze(0) for x in sums)
+    dx_TD = dx_TD if ds_TD is None else dx_TD.add_(ds_TD)
+    return dx_TD, dweight_PD, dbias_PD[0] if dbias_PD else None
 
 
 def head_norm(
@@ -148,12 +150,12 @@ def head_norm(
 def head_norm_grad(
     dy_TkgH: Tensor, qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dqkv[T, k, g + 2, H], dq_weight[H], dk_weight[H]) of `head_norm`."""
+    """(dqkv[T, k, g + 2, H], dq_weight[P, H], dk_weight[P, H]) of `head_norm`, rows to sum."""
     heads = qkv_TkgH[:, :, :-1]
     weight = _head_rows(heads, q_weight_H, k_weight_H)
     dx, dweight = rms_norm_grad(dy_TkgH[:, :, :-1], heads, weight, rstd)
     dweight_gH = dweight.sum(0)
-    return torch.cat([dx, dy_TkgH[:, :, -1:]], 2), dweight_gH[:-1].sum(0), dweight_gH[-1]
+    return torch.cat([dx, dy_TkgH[:, :, -1:]], 2), dweight_gH[:-1], dweight_gH[-1:]
 
 
 def _head_rows(heads: Tensor, q_weight_H: Tensor, k_weight_H: Tensor) -> Tensor:

@@ -62,6 +62,11 @@ def bias_grad(dy_TF: Tensor) -> Tensor:
     return dy_TF.sum(0, dtype=sum_dtype(dy_TF.dtype))
 
 
+def add_column_sums_(buffer_D: Tensor, partial_PD: Tensor) -> None:
+    """buffer[D] += sum over P of partial[P, D]: what is left of a gradient that programs share."""
+    buffer_D.add_(partial_PD.sum(0))
+
+
 def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor, owned_T: Tensor) -> None:
     """Add dy's rows to the buffer's rows; tokens that this shard does not own add nothing.
 

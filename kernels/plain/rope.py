@@ -116,13 +116,16 @@ def _sequence_blocks(
             yield (slice(first, first + batch), place), cos, sin_sh[place, None, None]
 
 
-def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rotate(
+    qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor, copy_values: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split packed heads and rotate queries and keys by their position (RoFormer, half-split form).
 
     qkv_TkgH: [T, K, N/K + 2, H]; a group holds its query heads, then its key, then its value.
     cos_sh, sin_sh: [s, R/2] with T a multiple of s; token t has position t mod s. The first R
     elements of each head are rotated, the others are copied.
-    Returns q[T, K, N/K, H], k[T, K, 1, H] (new) and v[T, K, 1, H] (a view).
+    Returns q[T, K, N/K, H], k[T, K, 1, H] (new) and v[T, K, 1, H] (a view, or with `copy_values`
+    new).
     """
     tokens, groups, packed, head_dim = qkv_TkgH.shape
     queries = packed - 2
@@ -135,7 +138,8 @@ def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Te
         _rotate_into(rotated, heads[at], cos, sin, 1.0)
         q_B[at] = rotated[:, :, :, :queries]
         k_B[at] = rotated[:, :, :, queries:]
-    return q, k, qkv_TkgH[:, :, queries + 1 :]
+    v = qkv_TkgH[:, :, queries + 1 :]
+    return q, k, v.clone(memory_format=torch.contiguous_format) if copy_values else v
 
 
 def rotate_grad_(

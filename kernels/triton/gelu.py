@@ -4,7 +4,7 @@
     tanh form: Phi(z) is replaced by sigmoid(2 u),  u = sqrt(2 / pi) * (z + 0.044715 z^3)
 
 sigmoid(2 u) equals the usual (1 + tanh(u)) / 2. The gradient overwrites h; the bias gradient is
-summed by a fixed number of programs, whose partial rows `triton.norm.column_sum` adds in order.
+summed by a fixed number of programs, whose partial rows `add_column_sums_` adds in order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megalite.kernels.arguments import (
     num_programs,
     rows_readable,
 )
-from megalite.kernels.triton.norm import column_sum
+from megalite.kernels.triton.norm import add_column_sums_
 from megalite.kernels.triton.tables import choose
 
 
@@ -191,4 +191,8 @@ def gelu_grad(
     a_Tf = gelu(h_Tf, bias_f, erf=erf) if recompute else None
     dbias_Pf = gelu_backward_(h_Tf, da_Tf, bias_f, erf=erf)
     increment_version(h_Tf)  # makes autograd refuse a second backward through the same graph
-    return h_Tf, a_Tf, None if dbias_Pf is None else column_sum(dbias_Pf)
+    if dbias_Pf is None:
+        return h_Tf, a_Tf, None
+    dbias_f = dbias_Pf.new_zeros(dbias_Pf.shape[1])
+    add_column_sums_(dbias_f, dbias_Pf)
+    return h_Tf, a_Tf, dbias_f

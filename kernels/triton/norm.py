@@ -204,13 +204,7 @@ def _norm_weight_grad_kernel(
 
 @triton.jit
 def _column_sum_kernel(
-    partial_ptr,
-    out_ptr,
-    num_rows,
-    num_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    partial_ptr, out_ptr, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -219,33 +213,28 @@ def _column_sum_kernel(
         inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         at = (row * num_columns)[:, None] + column[None, :]
         total += tl.load(partial_ptr + at, mask=inside, other=0.0)
-    out = tl.sum(total, 0)
     inside_out = column < num_columns
-    if ACCUMULATE:
-        out += tl.load(out_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
-    tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
+    out = tl.sum(total, 0) + tl.load(out_ptr + column, mask=inside_out, other=0.0)
+    tl.store(out_ptr + column, out, mask=inside_out)
 
 
-def column_sum(partial_PD: Tensor, out_D: Tensor | None = None, accumulate: bool = False) -> Tensor:
-    """out[D] (+)= sum over the rows of float32 partial[P, D], always in the same order.
+def add_column_sums_(buffer_D: Tensor, partial_PD: Tensor) -> None:
+    """buffer[D] += sum over P of partial[P, D], both float32, always in the same order.
 
-    out: None for a new tensor. accumulate: add to what out holds, else overwrite it. Raises
-    ValueError.
+    Raises TypeError, ValueError.
     """
     rows, columns = partial_PD.shape
-    out_D = partial_PD.new_empty(columns) if out_D is None else out_D
-    check_shape("column_sum", (columns,), out=out_D)
+    check_shape("add_column_sums", (columns,), buffer=buffer_D)
+    if not buffer_D.dtype == partial_PD.dtype == torch.float32:
+        raise TypeError(
+            f"add_column_sums: buffer is {buffer_D.dtype}, partial {partial_PD.dtype}; expected "
+            "torch.float32"
+        )
     if columns:
         use = choose("column_sum")
         _column_sum_kernel[(cdiv(columns, use["columns"]),)](
-            partial_PD,
-            out_D,
-            rows,
-            columns,
-            ACCUMULATE=accumulate,
-            **use["launch"],
+            partial_PD.contiguous(), buffer_D, rows, columns, **use["launch"]
         )
-    return out_D
 
 
 def _tile(columns: int, elements: int) -> tuple[int, int]:
@@ -320,7 +309,7 @@ def norm(
     return y_TD, s_TD, mean_T1, rstd_T1
 
 
-def norm_backward(
+def norm_grad(
     dy_TD: Tensor,
     s_TD: Tensor,
     weight_D: Tensor,
@@ -331,7 +320,7 @@ def norm_backward(
     offset: float = 0.0,
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx[T, D], partial dweight[P, D], partial dbias[P, D] or None); sum P with `column_sum`.
+    """(dx[T, D], dweight[P, D], dbias[P, D] or None) of `norm`; `add_column_sums_` sums P.
 
     dx is the gradient of x and of the residual alike. ds: the gradient that reaches s through the
     residual stream. mean: of LayerNorm, None for RMSNorm. programs: P, None for the device's.
@@ -404,19 +393,6 @@ def norm_backward(
     return dx_TD, dweight_PD, dbias_PD
 
 
-def norm_grad(
-    dy_TD: Tensor,
-    s_TD: Tensor,
-    weight_D: Tensor,
-    mean_T1: Tensor | None,
-    rstd_T1: Tensor,
-    ds_TD: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx[T, D], dweight[D], dbias[D] or None) of `norm`; arguments as in `norm_backward`."""
-    dx_TD, dweight_PD, dbias_PD = norm_backward(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD)
-    return dx_TD, column_sum(dweight_PD), None if dbias_PD is None else column_sum(dbias_PD)
-
-
 def _head_slices(heads: int, q_weight_H: Tensor, k_weight_H: Tensor) -> list[tuple[slice, Tensor]]:
     """The query heads and the key head of a group of `heads`, each with its weight."""
     return [(slice(heads - 2), q_weight_H), (slice(heads - 2, heads - 1), k_weight_H)]
@@ -439,7 +415,7 @@ def head_norm(
 def head_norm_grad(
     dy_TkgH: Tensor, qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dqkv[T, k, g + 2, H], dq_weight[H], dk_weight[H]) of `head_norm`."""
+    """(dqkv[T, k, g + 2, H], dq_weight[P, H], dk_weight[P, H]) of `head_norm`, rows to sum."""
     dqkv, dweights = torch.empty_like(dy_TkgH), []
     for heads, weight in _head_slices(qkv_TkgH.shape[2], q_weight_H, k_weight_H):
         dy, x = dy_TkgH[:, :, heads].flatten(0, 2), qkv_TkgH[:, :, heads]

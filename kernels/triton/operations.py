@@ -28,6 +28,7 @@ TRITON = Kernels(
     uses_tables=True,
     head_dims=HEAD_DIMS,
     max_columns=norm.MAX_COLUMNS,
+    add_column_sums_=norm.add_column_sums_,
     norm=norm.norm,
     norm_grad=norm.norm_grad,
     head_norm=norm.head_norm,

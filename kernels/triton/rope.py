@@ -1,8 +1,11 @@
-"""Rotary position embedding in Triton, in place, and its inverse (which is its gradient).
+"""Rotary position embedding in Triton, and its inverse (which is its gradient).
 
 The first R elements of each head are pairs (x[i], x[i + R/2]) that are rotated by the angle of
-their token's position (RoFormer, half-split form); elements from R on are left as they are. The
+their token's position (RoFormer, half-split form); elements from R on, and values, are copied. The
 caller makes the tables, so any scaling of the angles works.
+
+Heads are packed, [T, K, g + 2, H], on one side of the kernel, and apart on the other: queries, keys
+and values are rows of T tokens each, with the heads of a token side by side.
 """
 
 from __future__ import annotations
@@ -16,87 +19,117 @@ from megalite.kernels.arguments import (
     cdiv,
     check_float,
     check_last_contiguous,
+    check_same,
     check_shape,
     next_power_of_2,
     rows_readable,
     vector,
 )
+from megalite.kernels.triton.attention_tiles import flat
 from megalite.kernels.triton.tables import choose
 
 
 @triton.jit
 def _rope_kernel(
-    x_ptr,
-    out_ptr,
+    packed_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     cos_ptr,
     sin_ptr,
     position_ptr,
     length,
-    num_heads,
-    members,
-    x_stride,
+    groups,
+    queries,
+    q_blocks,
+    k_blocks,
+    packed_stride,
     group_stride,
     head_stride,
-    out_stride,
-    out_group_stride,
-    out_head_stride,
+    q_stride,
+    k_stride,
+    v_stride,
     sign,
+    H: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     POSITIONS: tl.constexpr,
+    PACK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    position = token % length
-    pair = tl.arange(0, BLOCK)
-    known = pair < HALF
-    if POSITIONS:
-        position = tl.load(position_ptr + token).to(tl.int64)
-        known = known & (position >= 0) & (position < length)
 
-    # NaN for positions outside of the tables: the host cannot check them without waiting
-    cos = tl.load(cos_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :]
-    sin = tl.load(sin_ptr + position * HALF + pair, mask=known, other=float("nan"))[None, :] * sign
+    # a program has heads of one kind: some of the queries, keys or values of all groups
+    block = tl.program_id(1)
+    is_q = block < q_blocks
+    is_k = block < q_blocks + k_blocks
+    row = tl.where(is_k, k_ptr + token * k_stride, v_ptr + token * v_stride)
+    row = tl.where(is_q, q_ptr + token * q_stride, row)
+    block = tl.where(is_q, block, (block - q_blocks) % k_blocks)
+    each = tl.where(is_q, queries, 1)
+    head = block * HEADS + tl.arange(0, HEADS)
+    exists = (head < groups * each)[:, None]
+    group, member = (head // each).to(tl.int64), (head % each).to(tl.int64)
+    member += tl.where(is_q, 0, tl.where(is_k, queries, queries + 1))
+    packed = packed_ptr + token * packed_stride
+    packed = packed + (group * group_stride + member * head_stride)[:, None]
+    apart = row + (head * H)[:, None]
+    if PACK:
+        source = apart
+        out = packed
+    else:
+        source = packed
+        out = apart
 
-    # heads of a token are numbered across groups, which have a stride of their own
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    inside = (head < num_heads)[:, None] & (pair < HALF)[None, :]
-    group, member = (head // members).to(tl.int64), (head % members).to(tl.int64)
-    first = x_ptr + token * x_stride + (group * group_stride + member * head_stride)[:, None]
-    first = first + pair[None, :]
-    x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(first + HALF, mask=inside, other=0.0).to(tl.float32)
+    if HALF > 0:
+        position = token % length
+        pair = tl.arange(0, BLOCK)
+        known = pair < HALF
+        if POSITIONS:
+            position = tl.load(position_ptr + token).to(tl.int64)
+            known = known & (position >= 0) & (position < length)
 
-    head_at = group * out_group_stride + member * out_head_stride
-    out = out_ptr + token * out_stride + head_at[:, None] + pair[None, :]
-    tl.store(out, (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out + HALF, (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=inside)
+        # NaN for positions outside of the tables: the host cannot check them without waiting
+        at = position * HALF + pair
+        cos = tl.load(cos_ptr + at, mask=known, other=float("nan"))[None, :]
+        sin = tl.load(sin_ptr + at, mask=known, other=float("nan"))[None, :] * sign
+        inside = exists & (pair < HALF)[None, :]
+        first = pair[None, :]
+        x1 = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(source + first + HALF, mask=inside, other=0.0).to(tl.float32)
+        y1 = tl.where(is_k, x1 * cos - x2 * sin, x1)
+        y2 = tl.where(is_k, x2 * cos + x1 * sin, x2)
+        tl.store(out + first, y1.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + first + HALF, y2.to(out.dtype.element_ty), mask=inside)
+
+    if REST > 0:
+        column = 2 * HALF + tl.arange(0, REST)[None, :]
+        inside = exists & (column < H)
+        tl.store(out + column, tl.load(source + column, mask=inside, other=0.0), mask=inside)
 
 
-def rotate_heads_(
-    x_TkgH: Tensor,
+def _launch(
+    packed_TkgH: Tensor,
+    apart: tuple[Tensor, ...],
     cos_sh: Tensor,
     sin_sh: Tensor,
     position_T: Tensor | None = None,
     *,
     inverse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Rotate every head of x[T, K, G, H] by its token's position, into `out` or in place.
+    pack: bool = False,
+) -> None:
+    """Rotate between packed heads and (q[T, K * g * H], k[T, K * H], v[T, K * H]) apart.
 
-    x is any view with a contiguous last dimension, such as queries and keys of packed heads; out
-    has its shape and shares no memory with it. Returns out, or x. cos_sh, sin_sh: float32
-    [s, R/2], R <= H. Token t has position position_T[t], or t mod s; a position outside 0 ... s - 1
-    gives NaN. inverse: rotate back, which is the gradient. Raises TypeError, ValueError.
+    Without v, or without k and v, groups have no such heads to rotate or copy. pack: from apart to
+    packed. Raises TypeError, ValueError.
     """
-    # Values of positions are not checked, as that would wait for the device.
-    tokens, groups, members, head_dim = x_TkgH.shape
+    tokens, groups, _, head_dim = packed_TkgH.shape
     length, half = cos_sh.shape
-    check_float("rope", x=x_TkgH, out=out)
-    check_last_contiguous("rope", x=x_TkgH, out=out)
+    check_float("rope", x=packed_TkgH)
+    check_last_contiguous("rope", x=packed_TkgH)
     check_shape("rope", (length, half), sin=sin_sh)
     check_shape("rope", (tokens,), position=position_T)
-    check_shape("rope", tuple(x_TkgH.shape), out=out)
     if 2 * half > head_dim:
         raise ValueError(f"rope: tables turn {2 * half} elements, a head has {head_dim}")
     if position_T is not None and position_T.dtype not in (torch.int32, torch.int64):
@@ -104,34 +137,41 @@ def rotate_heads_(
     if tokens and not length:
         raise ValueError("rope: tables have no positions; make them as long as the sequence")
 
-    # The kernel touches rotated elements alone.
-    if out is not None and 2 * half < head_dim:
-        out[..., 2 * half :] = x_TkgH[..., 2 * half :]
-    rotated = x_TkgH if out is None else out
-
-    block, use = next_power_of_2(half), choose("rope")
-    heads = groups * members
-    heads_per_program = min(next_power_of_2(heads), max(1, use["pairs"] // block))
-    if x_TkgH.numel() and half:
-        _rope_kernel[(tokens, cdiv(heads, heads_per_program))](
-            x_TkgH,
-            rotated,
+    # What is not there is never selected.
+    q, k, v = (*apart, *[apart[0]] * (3 - len(apart)))
+    queries = q.shape[1] // (groups * head_dim)
+    block, rest, use = next_power_of_2(half), head_dim - 2 * half, choose("rope")
+    width = max(block, next_power_of_2(rest))
+    heads = min(next_power_of_2(groups * queries), max(1, use["pairs"] // width))
+    q_blocks, k_blocks = cdiv(groups * queries, heads), cdiv(groups, heads)
+    if packed_TkgH.numel():
+        _rope_kernel[(tokens, q_blocks + k_blocks * (len(apart) - 1))](
+            packed_TkgH,
+            q,
+            k,
+            v,
             cos_sh.contiguous(),
             sin_sh.contiguous(),
             vector(position_T),
             length,
-            heads,
-            members,
-            *x_TkgH.stride()[:3],
-            *rotated.stride()[:3],
+            groups,
+            queries,
+            q_blocks,
+            k_blocks,
+            *packed_TkgH.stride()[:3],
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
             -1.0 if inverse else 1.0,
+            H=head_dim,
             HALF=half,
-            HEADS=heads_per_program,
+            HEADS=heads,
             BLOCK=block,
+            REST=next_power_of_2(rest) if rest else 0,
             POSITIONS=position_T is not None,
+            PACK=pack,
             **use["launch"],
         )
-    return rotated
 
 
 def rotate_heads(
@@ -142,33 +182,39 @@ def rotate_heads(
     *,
     inverse: bool = False,
 ) -> Tensor:
-    """x[T, N, H] with every head rotated by its token's position, or back; a new tensor."""
+    """x[T, N, H] with every head rotated by its token's position, or back; a new tensor.
+
+    cos_sh, sin_sh: float32 [s, R/2], R <= H. Token t has position position_T[t], or t mod s; a
+    position outside 0 ... s - 1 gives NaN. Raises TypeError, ValueError.
+    """
+    # Values of positions are not checked, as that would wait for the device.
     out = torch.empty_like(x_TNH, memory_format=torch.contiguous_format)
-    # the kernel takes heads in groups; here all are one group
-    x_T1NH, out_T1NH = rows_readable(x_TNH).unsqueeze(1), out.unsqueeze(1)
-    rotate_heads_(x_T1NH, cos_sh, sin_sh, position_T, inverse=inverse, out=out_T1NH)
+    # the kernel takes heads in groups; here all are queries of one
+    x_T1NH = rows_readable(x_TNH).unsqueeze(1)
+    _launch(x_T1NH, (out.flatten(1),), cos_sh, sin_sh, position_T, inverse=inverse)
     return out
 
 
-def rotate(qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of packed heads, q and k rotated by their position: `plain.rope.rotate`."""
-    q, k, v = _parts(qkv_TkgH)
-    q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    rotate_heads_(q, cos_sh, sin_sh, out=q_out)
-    rotate_heads_(k, cos_sh, sin_sh, out=k_out)
-    return q_out, k_out, v
+def rotate(
+    qkv_TkgH: Tensor, cos_sh: Tensor, sin_sh: Tensor, copy_values: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of packed heads, q and k rotated by their position: `plain.rope.rotate`.
+
+    What is new lies in one tensor. Raises TypeError, ValueError.
+    """
+    tokens, groups, packed, head_dim = qkv_TkgH.shape
+    heads = [packed - 2, 1, 1] if copy_values else [packed - 2, 1]
+    new = qkv_TkgH.new_empty(tokens, groups * sum(heads) * head_dim)
+    apart = new.split([groups * n * head_dim for n in heads], 1)
+    _launch(qkv_TkgH, apart, cos_sh, sin_sh)
+    q, k, *v = (x.view(tokens, groups, n, head_dim) for x, n in zip(apart, heads, strict=True))
+    return q, k, v[0] if v else qkv_TkgH[:, :, -1:]
 
 
 def rotate_grad_(
     dqkv_TkgH: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos_sh: Tensor, sin_sh: Tensor
 ) -> None:
-    """Write the gradient of `rotate` into dqkv."""
-    q, k, v = _parts(dqkv_TkgH)
-    for dx, out in ((dq, q), (dk, k)):
-        rotate_heads_(rows_readable(dx), cos_sh, sin_sh, inverse=True, out=out)
-    v.copy_(dv)
-
-
-def _parts(qkv_TkgH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the query heads, the key head and the value head of each group."""
-    return qkv_TkgH[:, :, :-2], qkv_TkgH[:, :, -2:-1], qkv_TkgH[:, :, -1:]
+    """Write the gradient of `rotate` into dqkv. Raises TypeError, ValueError."""
+    check_same("rope", "types", dqkv=dqkv_TkgH.dtype, dq=dq.dtype, dk=dk.dtype, dv=dv.dtype)
+    apart = tuple(flat(x.flatten(1, 2)) for x in (dq, dk, dv))
+    _launch(dqkv_TkgH, apart, cos_sh, sin_sh, inverse=True, pack=True)

@@ -74,9 +74,9 @@ class SelfAttention(nn.Module):
         """Norm heads, rotate and attend: [T, k, g + 2, H] -> [T, n * H]."""
         if self.head_norm is not None:
             qkv_TkgH = self.head_norm(qkv_TkgH)
-        packed_stays = self.recompute_core or not torch.is_grad_enabled()
+        copy_values = torch.is_grad_enabled() and not self.recompute_core
         q, k, v = _SplitRotate.apply(
-            qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, packed_stays
+            qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, copy_values
         )
         tokens, head_dim = len(q), q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
@@ -96,8 +96,8 @@ class SelfAttention(nn.Module):
 class _SplitRotate(torch.autograd.Function):
     """Rotated queries [T, k, g, H] and keys, and values [T, k, 1, H], of packed heads.
 
-    packed_stays: the packed heads are in memory anyway, or there is no backward. Otherwise values
-    are copied, because a view of them would keep all packed heads in memory for the backward.
+    copy_values: a view of values would keep all packed heads in memory for the backward. It is
+    enough where they stay in memory anyway, or there is no backward.
     """
 
     @staticmethod
@@ -107,12 +107,11 @@ class _SplitRotate(torch.autograd.Function):
         cos_sh: Tensor,
         sin_sh: Tensor,
         ops: kernels.Kernels,
-        packed_stays: bool,
+        copy_values: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos_sh, sin_sh)
         ctx.ops = ops
-        q, k, v = ops.rotate(qkv_TkgH, cos_sh, sin_sh)
-        return q, k, v if packed_stays else v.clone(memory_format=torch.contiguous_format)
+        return ops.rotate(qkv_TkgH, cos_sh, sin_sh, copy_values)
 
     @staticmethod
     def backward(

@@ -22,6 +22,9 @@ Recompute = Literal["none", "selective", "full"]
 class TransformerLayer(nn.Module):
     """x + dropout(attention(norm(x))), then + dropout(mlp(norm(.))).
 
+    The residual stream passes between layers as (x, delta), whose sum the next norm makes; delta is
+    None where there is nothing to add.
+
     recompute: "none" keeps every intermediate; "selective" recomputes rotated heads, attention and
     the activation in the backward; "full" keeps only the layer's input.
     """
@@ -49,16 +52,28 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(context, specs, f"{name}.mlp", config, keep_activation=not selective)
         self.mlp_dropout = Dropout(context, config.residual_dropout, index, "mlp output")
 
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+    def forward(
+        self, x: Tensor, delta: Tensor | None, sequences: Sequences
+    ) -> tuple[Tensor, Tensor | None]:
         if self.recompute_layer and torch.is_grad_enabled():
+            # Kept instead of all intermediates: one tensor, the sum.
             y: Tensor = checkpoint(
-                self.run, x, sequences, use_reentrant=False, preserve_rng_state=False
+                lambda x: sum_of(*self.run(x, None, sequences)),
+                sum_of(x, delta),
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
-            return y
-        return self.run(x, sequences)
+            return y, None
+        return self.run(x, delta, sequences)
 
-    def run(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """The layer itself: [T, D] -> [T, D], or [t, D] under sequence parallelism."""
-        delta = self.attention(self.attention_norm(x), sequences)
-        x, normed = self.mlp_norm.add(x, self.attention_dropout(delta, sequences.dropout))
-        return x + self.mlp_dropout(self.mlp(normed), sequences.dropout)
+    def run(self, x: Tensor, delta: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """The layer itself: [T, D] tensors in and out, or [t, D] under sequence parallelism."""
+        x, normed = self.attention_norm(x, delta)
+        delta = self.attention_dropout(self.attention(normed, sequences), sequences.dropout)
+        x, normed = self.mlp_norm(x, delta)
+        return x, self.mlp_dropout(self.mlp(normed), sequences.dropout)
+
+
+def sum_of(x: Tensor, delta: Tensor | None) -> Tensor:
+    """The residual stream as one tensor."""
+    return x if delta is None else x + delta

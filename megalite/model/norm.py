@@ -1,4 +1,4 @@
-"""Norms whose gradients go to the chunk's gradient store, alone or with the residual add.
+"""Norms whose gradients go to the chunk's gradient store, with the addition to the residual stream.
 
 Shapes: T tokens (this rank's shard t under sequence parallelism), D model, H head dim; k groups of
 g query heads, a key and a value. Each rank norms the tokens it holds, so under sequence parallelism
@@ -32,11 +32,11 @@ class Norm(ShardedModule):
         self.weight = self.add_parameter("weight", weight)
         self.bias = self.add_optional_parameter("bias", bias)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return _Norm.apply(x_TD, None, self.weight, self.bias, self)
+    def forward(self, x_TD: Tensor, delta_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(s, norm of s) of s = x + delta, rounded to its dtype before the norm; without delta x.
 
-    def add(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + delta, norm of it): the residual stream is rounded to its dtype before the norm."""
+        The residual stream goes on as s, so that its gradient is added in the norm's own backward.
+        """
         return _Norm.apply(x_TD, delta_TD, self.weight, self.bias, self)
 
 
@@ -46,7 +46,7 @@ def make_norm(context: LayerContext, specs: Specs, name: str, config: ModelConfi
 
 
 class _Norm(torch.autograd.Function):
-    """y of x; or (s, y) of s = x + delta, whose gradients reach x and delta alike."""
+    """(s, y) of s = x + delta or x, whose gradients reach x and delta alike."""
 
     @staticmethod
     def forward(
@@ -56,21 +56,21 @@ class _Norm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         layer: Norm,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         y_TD, s_TD, *stats = layer.context.ops.norm(x_TD, weight, bias, layer.eps, delta_TD)
         ctx.save_for_backward(s_TD, weight, *stats)
+        ctx.set_materialize_grads(False)  # no gradient reaches the s of a model's last norm
         ctx.layer = layer
-        return y_TD if delta_TD is None else (s_TD, y_TD)
+        return s_TD, y_TD
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *ds_TD, dy_TD = grads
+    def backward(ctx: Any, ds_TD: Tensor | None, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layer: Norm = ctx.layer
-        dx_TD, dweight_D, dbias_D = layer.context.ops.norm_grad(dy_TD, *ctx.saved_tensors, *ds_TD)
-        layer.accumulate_rowwise(layer.weight, dweight_D)
-        if layer.bias is not None and dbias_D is not None:
-            layer.accumulate_rowwise(layer.bias, dbias_D)
-        return dx_TD, dx_TD if ds_TD else None, None, None, None
+        dx_TD, dweight_PD, dbias_PD = layer.context.ops.norm_grad(dy_TD, *ctx.saved_tensors, ds_TD)
+        layer.accumulate_rowwise(layer.weight, dweight_PD)
+        if layer.bias is not None and dbias_PD is not None:
+            layer.accumulate_rowwise(layer.bias, dbias_PD)
+        return dx_TD, dx_TD if ctx.needs_input_grad[1] else None, None, None, None
 
 
 class HeadNorm(ShardedModule):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.layout.sharding import ShardSpec
-from megalite.model.block import Recompute, TransformerLayer
+from megalite.model.block import Recompute, TransformerLayer, sum_of
 from megalite.model.dropout import Dropout, DropoutAt
 from megalite.model.norm import make_norm
 from megalite.model.position import PositionEmbedding, rotary_tables
@@ -158,12 +158,13 @@ class Transformer(nn.Module):
             self.config.has_dropout and torch.is_grad_enabled() and micro_batch.dropout is None
         ), "a batch to train on says where it stands, or nothing would be dropped"
         mask = self._mask(micro_batch.cu_seqlens, micro_batch.masks)
-        x = self.hidden(x, micro_batch.token_T, mask, micro_batch.dropout)
+        x, delta = self.hidden(x, micro_batch.token_T, mask, micro_batch.dropout)
         if not self.last:
-            return x
+            return sum_of(x, delta)
 
         self._enter_section(len(self.layers) + 1)
-        loss_T = self.loss(self.final_norm(x), micro_batch.label_T)
+        _, normed = self.final_norm(x, delta)
+        loss_T = self.loss(normed, micro_batch.label_T)
         weight_T = micro_batch.weight_T.to(loss_T.dtype)
         self.vocab.tally(weight_T)
         return torch.dot(loss_T, weight_T)
@@ -174,18 +175,22 @@ class Transformer(nn.Module):
         token_T: Tensor,
         mask: Any,
         dropout: DropoutAt | None = None,
-    ) -> Tensor:
-        """Residual stream after this stage's layers; `mask` is of the kernels' form."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after this stage's layers, as a layer returns it.
+
+        mask: in the kernels' form.
+        """
         if self.first:
             self._enter_section(0)
             x = self.embed(token_T, dropout)
         assert x is not None, "a stage after the first needs the previous stage's output"
         length = min(self.seq_length, len(token_T))
         sequences = Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             self._enter_section(index + 1)
-            x = layer(x, sequences)
-        return x
+            x, delta = layer(x, delta, sequences)
+        return x, delta
 
     def embed(self, token_T: Tensor, dropout: DropoutAt | None) -> Tensor:
         """Token embeddings, with positions where they are learned: [T, D] or [t, D]."""
@@ -207,8 +212,9 @@ class Transformer(nn.Module):
         """Logits [T, true vocabulary] of one sequence; needs the whole model (tp = pp = 1)."""
         assert len(self.layers) == self.config.num_layers, "logits needs the whole model"
         assert self.context.tp.size == 1, "logits needs the whole vocabulary"
-        x = self.final_norm(self.hidden(None, token_T, self._mask([0, len(token_T)], {})))
-        logits: Tensor = self.head(x)
+        mask = self._mask([0, len(token_T)], {})
+        _, normed = self.final_norm(*self.hidden(None, token_T, mask))
+        logits: Tensor = self.head(normed)
         return logits[:, : self.config.vocab_size]
 
     def _mask(self, cu_seqlens: Sequence[int], masks: Masks) -> Any:

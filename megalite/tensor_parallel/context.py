@@ -60,6 +60,11 @@ class ShardedModule(nn.Module):
             return None
         return self.add_parameter(attribute, spec)
 
-    def accumulate_rowwise(self, param: nn.Parameter, contribution: Tensor) -> None:
-        """Add a finished gradient (of a bias or norm weight) to the main gradient now."""
-        self.context.grads.add(param, lambda buffer: buffer.add_(contribution))
+    def accumulate_rowwise(self, param: nn.Parameter, partial: Tensor) -> None:
+        """Add the gradient of a bias or norm weight, or rows that sum to it, to the main gradient.
+
+        partial: [P, ...] or [...], finished now.
+        """
+        add_ = self.context.ops.add_column_sums_
+        size = param.numel()
+        self.context.grads.add(param, lambda buffer: add_(buffer.view(-1), partial.view(-1, size)))

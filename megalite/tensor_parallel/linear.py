@@ -162,7 +162,7 @@ def add_linear_grads(
 ) -> None:
     """Hand dW = dy^T x (deferrable) and db = sum_T dy to the layer's gradient store."""
     if bias is not None:
-        layer.accumulate_rowwise(bias, layer.context.ops.bias_grad(dy_TF).view(bias.shape))
+        layer.accumulate_rowwise(bias, layer.context.ops.bias_grad(dy_TF))
     dy_TF, x = dy_TF.detach(), x.detach()
     ops = layer.context.ops
     layer.context.grads.add(

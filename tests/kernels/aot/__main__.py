@@ -28,7 +28,7 @@ from megalite.kernels.triton.attention_backward import attention_backward
 from megalite.kernels.triton.attention_tiles import Drop
 from megalite.kernels.triton.cast import scale_cast
 from megalite.kernels.triton.dropout import dropout
-from megalite.kernels.triton.rope import rotate_heads_
+from megalite.kernels.triton.rope import rotate, rotate_grad_
 from megalite.kernels.triton.swiglu import swiglu as gated
 from megalite.kernels.triton.swiglu import swiglu_grad
 from tests import ROOT
@@ -46,14 +46,14 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def rms_norm(columns: int) -> None:
     x, weight = empty(TOKENS, columns), empty(columns)
     _, s, _, rstd = norm.norm(x, weight, None, 1e-5, x)
-    _, dweights, _ = norm.norm_backward(x, s, weight, None, rstd, x)
-    norm.column_sum(dweights, empty(columns, dtype=torch.float32), accumulate=True)
+    _, dweights, _ = norm.norm_grad(x, s, weight, None, rstd, x)
+    norm.add_column_sums_(empty(columns, dtype=torch.float32), dweights)
 
 
 def layer_norm(columns: int) -> None:
     x, weight = empty(TOKENS, columns), empty(columns)
     _, s, mean, rstd = norm.norm(x, weight, weight, 1e-5, x)
-    norm.norm_backward(x, s, weight, mean, rstd, x)
+    norm.norm_grad(x, s, weight, mean, rstd, x)
 
 
 def swiglu() -> None:
@@ -71,7 +71,8 @@ def bias_gelu() -> None:
 def rope() -> None:
     packed = empty(TOKENS, 8, 6, 128)
     table = empty(TOKENS, 64, dtype=torch.float32)
-    rotate_heads_(packed[:, :, :5], table, table)
+    rotate(packed, table, table, copy_values=True)
+    rotate_grad_(packed, packed[:, :, :4], packed[:, :, 4:5], packed[:, :, 5:], table, table)
 
 
 def drop() -> None:
@@ -150,11 +151,11 @@ def one_token() -> None:
     """Sizes of 1 reach a kernel as constants instead of values."""
     x, weight = empty(1, 256), empty(256)
     _, s, _, rstd = norm.norm(x, weight, None, 1e-5)
-    norm.norm_backward(x, s, weight, None, rstd)
+    norm.norm_grad(x, s, weight, None, rstd)
     swiglu_grad(gated(x), x)
     gelu.gelu_backward_(x, x, weight)
     table = empty(1, 8, dtype=torch.float32)
-    rotate_heads_(empty(1, 1, 1, 16), table, table)
+    rotate(empty(1, 1, 3, 16), table, table)
     dropout(x, (0, 1), 0.5, 1)
     label = torch.zeros(1, dtype=torch.int64)
     stats = loss.cross_entropy_stats(x, label, 1, 1)

@@ -134,7 +134,10 @@ def test_rotate(shape, length, strides, dtype) -> None:
     grads[2] = grads[2][:1, :1, :, :1].expand(tokens, groups, 1, head_dim)
     torch.autograd.backward(want, [g.double() for g in grads])
 
-    got = kernels.rotate(qkv, *tables)
+    got, copied = kernels.rotate(qkv, *tables), kernels.rotate(qkv, *tables, copy_values=True)
+    assert all(map(torch.equal, copied, got))
+    assert got[2].untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    assert copied[2].untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
     dqkv = torch.full(shape, torch.nan, dtype=dtype)
     dq, dk, dv = grads
     kernels.rotate_grad_(dqkv, dq, dk, dv, *tables)

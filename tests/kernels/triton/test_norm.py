@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.triton.norm import column_sum, norm, norm_backward, norm_grad
+from megalite.kernels.triton.norm import add_column_sums_, norm, norm_grad
 from tests.kernels.triton.kit.inputs import (
     DTYPES,
+    assert_guards_untouched,
     assert_near,
     assert_same_bits,
     draw,
     exact,
     far_rows,
+    guarded,
     rows_of_wider,
 )
 
@@ -28,6 +30,12 @@ def plain(
     rstd = (n.square().mean(1) + EPS).rsqrt()
     y = n * rstd[:, None] * (weight + offset)
     return (y if bias is None else y + bias), mean[:, None], rstd[:, None]
+
+
+def summed(partial: Tensor) -> Tensor:
+    buffer = torch.zeros(partial.shape[1])
+    add_column_sums_(buffer, partial)
+    return buffer
 
 
 CASES = [  # tokens, columns, add, center and bias, offset
@@ -62,24 +70,30 @@ def test_norm_and_its_gradients(case: tuple, dtype: torch.dtype) -> None:
 
     dy = rows_of_wider(draw(tokens, columns, dtype=dtype, seed=4))
     ds = draw(tokens, columns, dtype=dtype, seed=5) if add else None
-    dx, dweights, dbiases = norm_backward(dy, s, weight, mean, rstd, ds, offset=offset, programs=2)
+    dx, dweights, dbiases = norm_grad(dy, s, weight, mean, rstd, ds, offset=offset, programs=2)
     loss = (y64 * dy.double()).sum() + (0 if ds is None else (s64 * ds.double()).sum())
     loss.backward()
     if columns > 1:  # a norm over one column is constant but for eps: nothing to compare
         assert_near(dx, s64.grad, backward=True)
-    dweight = column_sum(dweights, torch.empty(columns))
-    assert_near(dweight, weight64.grad, backward=True)
+    assert_near(summed(dweights), weight64.grad, backward=True)
     if bias64 is not None:
         assert dbiases is not None
-        assert_near(column_sum(dbiases, torch.empty(columns)), bias64.grad, backward=True)
+        assert_near(summed(dbiases), bias64.grad, backward=True)
 
 
-def test_column_sum_adds_to_a_buffer_and_casts() -> None:
-    partial, buffer = draw(37, 130), draw(130, seed=1)
+def test_column_sums_are_added_to_a_buffer() -> None:
+    partial, (whole, buffer) = draw(37, 130), guarded(draw(130, seed=1))
     want = buffer.double() + partial.double().sum(0)
-    assert_near(column_sum(partial, buffer.clone(), accumulate=True), want)
-    low = column_sum(partial, torch.empty(130, dtype=torch.bfloat16))
-    assert_near(low, partial.double().sum(0))
+    add_column_sums_(buffer, partial)
+    assert_near(buffer, want)
+    assert_guards_untouched(whole)
+    again = draw(130, seed=1)
+    add_column_sums_(again, rows_of_wider(partial))
+    assert torch.equal(again, buffer)
+    with pytest.raises(ValueError, match=r"buffer has shape \(130,\), expected \(5,\)"):
+        add_column_sums_(buffer, draw(2, 5))
+    with pytest.raises(TypeError, match=r"partial torch.bfloat16; expected torch.float32"):
+        add_column_sums_(buffer, partial.bfloat16())
 
 
 @pytest.mark.parametrize("columns", [40, 8200])
@@ -99,7 +113,7 @@ def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
     y, s, _, rstd = norm(x, weight, None, EPS)
     assert y.shape == (0, 8)
     _, dweight, _ = norm_grad(y, s, weight, None, rstd)
-    assert torch.equal(dweight, torch.zeros(8))
+    assert torch.equal(summed(dweight), torch.zeros(8))
 
 
 def test_expanded_gradients_are_accepted() -> None:
