@@ -142,7 +142,8 @@ class PipelineRuntime:
         check_program(program, forward_only=forward_only)
         if self._mesh.device.type == "cpu":
             # Posting a receive costs the host 0.2-0.4 ms on gloo, so it is done ahead. On a GPU it
-            # costs nothing, but a posted receive occupies multiprocessors, so it stays in place.
+            # stays in place: until its message comes a posted receive holds multiprocessors, and
+            # where kernels wait for each other in one queue, posted ahead it could wait for ever.
             program = post_ahead(program)
             check_posted(program)
         require_same_program(self._mesh, self._boundary, program)

@@ -1,14 +1,16 @@
 """What the runtime refuses, how it says so, and when it calls back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError
 from megalite.layout.topology import Topology
-from megalite.pipeline import BoundarySpec, PipelineRuntime
+from megalite.pipeline import BoundarySpec, PipelineRuntime, runtime
 from megalite.pipeline.interpreter import last_backward_starts
-from megalite.schedules import build, family, lower
+from megalite.schedules import build, family, lower, post_ahead
 from tests.pipeline.kit import BOUNDARY, make_schedule, micro_batches, problems, stages_of
 
 
@@ -58,6 +60,16 @@ def one_rank(name="gpipe", v=2, m=3, boundary=BOUNDARY, **hooks):
     schedule = make_schedule(name, 1, v, m)
     stages = stages_of(mesh, schedule)
     return PipelineRuntime(schedule, stages, mesh, boundary, **hooks), stages
+
+
+def test_receives_are_posted_ahead_on_cpu_alone(monkeypatch):
+    program = lower(build("1f1b", 2, 1, 4))
+    ran, _ = one_rank()
+    monkeypatch.setattr(runtime, "require_same_program", lambda *setup: None)
+    for device, expected in (("cpu", post_ahead(program)), ("cuda", program)):
+        monkeypatch.setattr(ran, "_mesh", SimpleNamespace(device=torch.device(device)))
+        assert ran._checked(program, forward_only=False) == expected
+    assert post_ahead(program) != program
 
 
 def test_counts_must_fit():

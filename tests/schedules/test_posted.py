@@ -21,6 +21,7 @@ from megalite.schedules import (
     parse,
     post_ahead,
 )
+from megalite.schedules.blocking import require_finish
 from tests.schedules.kit import good
 from tests.schedules.test_catalogue import chunks_of
 
@@ -89,6 +90,15 @@ def test_a_receive_after_its_use_or_out_of_order_is_named() -> None:
         broken = Schedule(posted.m, posted.place, tuple(map(tuple, ranks)))
         with pytest.raises(ScheduleError, match=words):
             check_posted(broken)
+
+
+def test_posted_ahead_programs_hang_where_receives_block() -> None:
+    """As on a GPU whose kernels wait in one queue: there receives stay where `lower` puts them."""
+    for name, v in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2)):
+        program = lower(build(name, 2, v, 4))
+        require_finish(program, receives_block=True)
+        with pytest.raises(ScheduleError, match="hangs where sends and receives block"):
+            require_finish(post_ahead(program), receives_block=True)
 
 
 def test_a_receive_posted_too_late_hangs_where_sends_block() -> None:
