@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,9 @@ from megalite.distributed.equality import require_same_config
 from megalite.distributed.mesh import Mesh
 from megalite.errors import MegaliteError, exit_code
 from megalite.layout.topology import Topology
+from megalite.process.affinity import bind_to_gpu
 from megalite.process.board import Board
+from megalite.process.compiled import CompileQueue, use_cache_of_host
 from megalite.process.determinism import prepare_deterministic, use_deterministic
 from megalite.process.env import end_process, init_process
 from megalite.process.gpu_variables import recorder_advice
@@ -24,6 +27,7 @@ from megalite.process.launcher import Launch
 from megalite.process.secrets import Redaction
 from megalite.process.signals import SignalFlag
 from megalite.process.watch import Watch
+from megalite.record.console import Console
 from megalite.train.loop import Trainer
 
 # Rank 0 may serve the board, so it waits at its end for others that still use it, at most so long.
@@ -99,6 +103,12 @@ def train_rank(
     that no error ended, signals are ignored, so that they cannot replace its code.
     """
     timeout_s = config.train.timeout_s
+    console = Console(quiet=launch.rank != 0)
+    if device.type == "cuda":  # before Triton is imported, and before there are threads
+        bind_to_gpu(launch)
+        use_cache_of_host(launch)
+        if find_spec("triton") is not None:
+            CompileQueue(console.print).install()
     if config.train.deterministic:
         prepare_deterministic()
         use_deterministic(True)
@@ -119,7 +129,7 @@ def train_rank(
                 # Configs are compared before groups are made, because settings decide the groups.
                 require_same_config(config, mesh, accept)
                 mesh.create()
-                code = Trainer(config, mesh, accept=accept, flag=signals).run()
+                code = Trainer(config, mesh, console, accept, signals).run()
         finally:
             if launch.source == "local":  # otherwise `run_rank_and_exit` still uses its board
                 _leave(board)
