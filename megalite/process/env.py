@@ -19,8 +19,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from megalite.config.names import number_of
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, MegaliteError
 from megalite.process.launcher import DeviceKind, Launch
+from megalite.process.world_check import own_traits, require_same_traits
 
 
 def pick_device(launch: Launch, kind: DeviceKind = "auto") -> torch.device:
@@ -61,8 +62,8 @@ def init_process(
     `listener` is a listening socket that rank 0 serves the rendezvous on, so its port is never free
     between choosing and using it. A process on the CPU computes with one thread unless
     OMP_NUM_THREADS sets another number, since the other ranks of the host need the other cores.
-    Raises `ConfigError` as `check_interface` does; an error while joining gets notes:
-    the address, and the ranks that did not come.
+    Raises `ConfigError` as `check_interface` and `require_same_traits` do; another error while
+    joining gets notes: the address, and the ranks that did not come.
     """
     if device.type == "cpu" and launch.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -81,6 +82,8 @@ def init_process(
 
     try:
         _join(launch, chosen, timeout, device if chosen == "nccl" else None, listener)
+    except MegaliteError:
+        raise  # it says all
     except Exception as error:
         error.add_note(
             f"rank {launch.rank} of {launch.world_size} ({launch.source}) could not join the "
@@ -145,6 +148,11 @@ def _join(
     store = _open_store(launch, timeout, listener)
     store.set(f"came/{launch.rank}", "")
     try:
+        if launch.world_size > 1:
+            traits = own_traits(device or torch.device("cpu"))
+            require_same_traits(
+                store, launch.rank, launch.world_size, traits, timeout.total_seconds()
+            )
         dist.init_process_group(
             backend,
             store=store,
