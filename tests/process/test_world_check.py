@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from megalite.distributed.agree import PeerFailedError
 from megalite.errors import ConfigError
-from megalite.process import env, world_check
+from megalite.process import world_check
 from megalite.process.env import hold_port, init_process
 from megalite.process.launcher import Launch
 from megalite.process.world_check import own_traits, require_same_traits
@@ -77,9 +78,9 @@ def test_own_traits() -> None:
 
 
 def joins(launch: Launch, listener: Any, traits: dict[str, str], pipe: Any) -> None:
-    env.own_traits = lambda device: traits
     try:
-        init_process(launch, torch.device("cpu"), 60.0, listener=listener)
+        with patch("megalite.process.env.own_traits", lambda device: traits):
+            init_process(launch, torch.device("cpu"), 60.0, listener=listener)
     except Exception as error:
         pipe.send((type(error).__name__, str(error)))
     else:
