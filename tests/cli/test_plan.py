@@ -77,7 +77,7 @@ def test_every_rank_has_a_row_and_parts_add_up() -> None:
 
 def test_states_of_bfloat16_are_6_and_12_shared_bytes_a_parameter() -> None:
     for dp in (1, 4, 16):
-        for memory in make_report(LARGE, [], 16 * dp).ranks:
+        for memory in make_report(LARGE, [], 4 * dp).ranks:
             states = memory.states
             held = states.weights + states.gradients + states.optimizer
             assert held / states.num_parameters == pytest.approx(6 + 12 / dp, rel=1e-4)
@@ -112,7 +112,7 @@ def test_a_growing_batch_makes_a_shorter_run() -> None:
 
 def test_recomputation_is_counted_alike_within_a_backward_and_before_it() -> None:
     """A whole stage again costs what its layers again do, and the head."""
-    options = ["pipeline.schedule=1f1b", "parallel.vpp=1"]
+    options = ["pipeline.schedule=1f1b", "parallel.vpp=1", "parallel.tp=8"]
     none, full, stage = (
         make_report(LARGE, [*options, f"train.recompute={kind}"], 64).utilised
         for kind in ("none", "full", "stage")
@@ -213,8 +213,9 @@ def test_a_tensor_parallel_group_wider_than_a_node_is_pointed_out(tmp_path: Path
     own = tmp_path / "own.toml"
     text = (CONFIGS / "hardware" / "h100.toml").read_text()
     own.write_text(text.replace("gpus_per_node = 8", "gpus_per_node = 4"))
-    assert "note: parallel.tp=8" in lines(LARGE, "--gpus", "64", "--hardware", str(own))[-1]
-    found = lines(LARGE, "--gpus", "64", f"log.hardware={own}")
+    wide = [LARGE, "--gpus", "64", "parallel.tp=8"]
+    assert "note: parallel.tp=8" in lines(*wide, "--hardware", str(own))[-1]
+    found = lines(*wide, f"log.hardware={own}")
     assert "note: parallel.tp=8" in found[-1]  # the run's own file, where none is named
 
 
@@ -229,7 +230,7 @@ def test_less_is_held_the_more_is_recomputed() -> None:
 def test_json_has_the_same_values(one_gpu: str) -> None:
     report = make_report(LARGE, [], 64)
     values = json.loads("\n".join(lines(LARGE, *ON_H100, "--json")))
-    assert values["layout"] == {"tp": 8, "pp": 2, "dp": 4, "vpp": 4, "ranks": 64, "zero": 1}
+    assert values["layout"] == {"tp": 2, "pp": 2, "dp": 16, "vpp": 4, "ranks": 64, "zero": 1}
     totals = [rank["total_bytes"] for rank in values["pipeline_ranks"]]
     assert totals == [memory.total for memory in report.ranks]
     for rank in values["pipeline_ranks"]:
@@ -261,7 +262,7 @@ def test_a_process_takes_more_than_its_tensors() -> None:
 
 def test_mistakes_are_told_as_train_tells_them() -> None:
     assert "parallel.tp=3" in refused(SMALL, "parallel.tp=3")
-    assert "world size 12" in refused(LARGE, "--gpus", "12")
+    assert "world size 6" in refused(LARGE, "--gpus", "6")
     assert "use one of a100, b200, h100, h200" in refused(SMALL, "--hardware", "h1000")
     assert "none.toml" in refused(SMALL, "--hardware", "none.toml")
 

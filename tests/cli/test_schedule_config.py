@@ -116,7 +116,7 @@ def test_gpus_leave_each_replica_its_share_of_the_batch() -> None:
         for more in ((), ("--gpus", "64"))
     )
     assert "2 ranks x 4 chunks, 512 microbatches" in alone
-    assert "2 ranks x 4 chunks, 128 microbatches" in shared
+    assert "2 ranks x 4 chunks, 32 microbatches" in shared
 
 
 def test_a_picture_too_wide_for_text_leaves_the_numbers_and_the_options() -> None:
