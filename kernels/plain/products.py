@@ -16,10 +16,6 @@ from torch import Tensor
 
 from megalite.kernels.plain.blocks import low_precision_on_cpu, sum_dtype
 
-# True if this torch has, on CUDA, products of 16-bit tensors with a result in float32.
-_WIDE_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
-_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
-
 
 def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """y[T, F] = x[T, D] @ weight[F, D]^T + bias[F]."""
@@ -41,20 +37,15 @@ def linear_input_grad(dy_TF: Tensor, weight_FD: Tensor) -> Tensor:
 def accumulate_weight_grad_(buffer_FD: Tensor, dy_TF: Tensor, x_TD: Tensor) -> None:
     """buffer[F, D] += dy[T, F]^T @ x[T, D], summed in the buffer's dtype.
 
-    The product of 16-bit inputs is never rounded to 16 bits before it is added to a float32 buffer.
-    By what this torch has, that is one product that accumulates into the buffer, or a float32
-    product that is then added, or a product of widened inputs.
+    The product of 16-bit inputs is never rounded to 16 bits before it is added to a float32 buffer:
+    on CUDA one product adds into the buffer, on CPU it is a product of widened inputs.
     """
     if buffer_FD.dtype == dy_TF.dtype:
         buffer_FD.addmm_(dy_TF.t(), x_TD)
     elif dy_TF.device.type == "cpu":
         buffer_FD.addmm_(dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype))
-    elif _WIDE_ADDMM:
-        torch.addmm(buffer_FD, dy_TF.t(), x_TD, out_dtype=buffer_FD.dtype, out=buffer_FD)
-    elif _WIDE_MM:
-        buffer_FD.add_(torch.mm(dy_TF.t(), x_TD, out_dtype=buffer_FD.dtype))
     else:
-        buffer_FD.addmm_(dy_TF.to(buffer_FD.dtype).t(), x_TD.to(buffer_FD.dtype))
+        torch.addmm(buffer_FD, dy_TF.t(), x_TD, out_dtype=buffer_FD.dtype, out=buffer_FD)
 
 
 def bias_grad(dy_TF: Tensor) -> Tensor:
