@@ -58,18 +58,18 @@ def add_column_sums_(buffer_D: Tensor, partial_PD: Tensor) -> None:
     buffer_D.add_(partial_PD.sum(0))
 
 
-def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor, owned_T: Tensor) -> None:
-    """Add dy's rows to the buffer's rows; tokens that this shard does not own add nothing.
+def embedding_grad_(buffer_vD: Tensor, dy_TD: Tensor, row_T: Tensor) -> None:
+    """Add dy's rows to the buffer's rows row_T, int64 [T]; rows outside of 0 ... v - 1 add nothing.
 
-    row_T: int64 [T], the row in this shard, any valid one if owned_T is False. owned_T: bool [T].
-    Deterministic: rows are added in token order on CPU, in sorted segments on CUDA.
+    Deterministic: rows are added in token order on CPU, in sorted runs on CUDA.
     """
-    dy_TD = dy_TD.to(buffer_vD.dtype) * owned_T.unsqueeze(1)
+    absent_T = (row_T < 0) | (row_T >= len(buffer_vD))
+    dy_TD = dy_TD.to(buffer_vD.dtype).masked_fill(absent_T.unsqueeze(1), 0.0)
+    row_T = row_T.clamp(0, len(buffer_vD) - 1)
     if dy_TD.device.type == "cpu":
         buffer_vD.index_add_(0, row_T, dy_TD)
     else:
-        rows = buffer_vD.shape[0]
-        buffer_vD += torch.ops.aten.embedding_dense_backward(dy_TD, row_T, rows, -1, False)
+        buffer_vD.index_put_((row_T,), dy_TD, accumulate=True)
 
 
 # --- optimizer and casts -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ NEEDS = {
     "norm_backward": "elements warps programs_per_sm one_pass",
     "norm_weight_grad": "rows columns warps",
     "column_sum": "rows columns warps",
+    "embedding_grad": "rows columns warps",
     "swiglu": "block warps",
     "swiglu_grad": "block warps",
     "gelu": "block warps",

@@ -64,8 +64,8 @@ class _AddPosition(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (position,), layer = ctx.saved_tensors, ctx.layer
-        owned, ops = torch.ones_like(position, dtype=torch.bool), layer.context.ops
+        ops = layer.context.ops
         layer.context.grads.add(
-            layer.weight, lambda buffer: ops.embedding_grad_(buffer, dy, position, owned)
+            layer.weight, lambda buffer: ops.embedding_grad_(buffer, dy, position)
         )
         return dy, None, None, None

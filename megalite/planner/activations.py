@@ -25,7 +25,7 @@ from megalite.planner.states import BYTES, sum_bytes
 from megalite.run.parameters import ModelStage
 
 _BLOCK_ELEMENTS = 1 << 19  # of the activation's input, that plain torch works on at a time
-_ROW_BYTES = 9  # of a token's lookup in the embedding: int64 row, and a bool: on this rank
+_ROW_BYTES = 8  # of a token's lookup in the embedding: its row of this rank's part, int64
 
 
 @dataclass(frozen=True)

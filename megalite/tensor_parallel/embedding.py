@@ -35,13 +35,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token_T: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
         context = layer.context
-        local_T = token_T - layer.first_row
-        owned_T = (local_T >= 0) & (local_T < weight.shape[0])
-        row_T = local_T.clamp(0, weight.shape[0] - 1)
-        x_TD = F.embedding(row_T, weight)
+        row_T = token_T - layer.first_row  # outside of the weight for tokens of other ranks
+        x_TD = F.embedding(row_T.clamp(0, len(weight) - 1), weight)
         if context.tp.size > 1:
-            x_TD = x_TD.masked_fill_(~owned_T.unsqueeze(1), 0.0)
-        ctx.save_for_backward(row_T, owned_T)
+            absent_T = (row_T < 0) | (row_T >= len(weight))
+            x_TD = x_TD.masked_fill_(absent_T.unsqueeze(1), 0.0)
+        ctx.save_for_backward(row_T)
         ctx.layer = layer
         reduce = comm.reduce_scatter if context.sequence_parallel else comm.all_reduce
         return reduce(x_TD, context.tp)
@@ -49,13 +48,13 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
         layer: VocabParallelEmbedding = ctx.layer
-        context, (row_T, owned_T) = layer.context, ctx.saved_tensors
+        context, (row_T,) = layer.context, ctx.saved_tensors
         dy_TD = comm.all_gather(dy, context.tp) if context.sequence_parallel else dy
         dy_TD = dy_TD.detach()
         # Deferred like the head's gradient, so that a tied weight's sums keep their order.
         context.grads.add(
             layer.weight,
-            lambda buffer: context.ops.embedding_grad_(buffer, dy_TD, row_T, owned_T),
+            lambda buffer: context.ops.embedding_grad_(buffer, dy_TD, row_T),
             deferrable=True,
         )
         return None, None, None

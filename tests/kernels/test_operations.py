@@ -21,7 +21,6 @@ NOT_IN_TRITON = {
     "linear_input_grad",
     "accumulate_weight_grad_",
     "bias_grad",
-    "embedding_grad_",
 }
 
 

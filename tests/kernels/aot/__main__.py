@@ -28,6 +28,7 @@ from megalite.kernels.triton.attention_backward import attention_backward
 from megalite.kernels.triton.attention_tiles import Drop
 from megalite.kernels.triton.cast import scale_cast
 from megalite.kernels.triton.dropout import dropout
+from megalite.kernels.triton.embedding import embedding_grad_
 from megalite.kernels.triton.rope import rotate, rotate_grad_
 from megalite.kernels.triton.swiglu import swiglu as gated
 from megalite.kernels.triton.swiglu import swiglu_grad
@@ -73,6 +74,11 @@ def rope() -> None:
     table = empty(TOKENS, 64, dtype=torch.float32)
     rotate(packed, table, table, copy_values=True)
     rotate_grad_(packed, packed[:, :, :4], packed[:, :, 4:5], packed[:, :, 5:], table, table)
+
+
+def embedding() -> None:
+    rows = torch.zeros(TOKENS, dtype=torch.int64)
+    embedding_grad_(empty(64, 4096, dtype=torch.float32), empty(TOKENS, 4096), rows)
 
 
 def drop() -> None:
@@ -158,6 +164,7 @@ def one_token() -> None:
     rotate(empty(1, 1, 3, 16), table, table)
     dropout(x, (0, 1), 0.5, 1)
     label = torch.zeros(1, dtype=torch.int64)
+    embedding_grad_(empty(1, 256, dtype=torch.float32), x, label)
     stats = loss.cross_entropy_stats(x, label, 1, 1)
     losses, lse = loss.cross_entropy_combine(stats[None], label)
     loss.cross_entropy_grad_(x, label, lse, losses, 1, 1)
@@ -176,6 +183,7 @@ CASES: dict[str, Callable[[], None]] = {
     "swiglu": swiglu,
     "gelu": bias_gelu,
     "rope": rope,
+    "embedding": embedding,
     "dropout": drop,
     "cross_entropy": cross_entropy,
     "adamw bf16 gradients": lambda: adamw_update(BF16),
@@ -199,6 +207,7 @@ PORTABLE = [
     "swiglu",
     "gelu",
     "rope",
+    "embedding",
     "dropout",
     "cross_entropy",
     "adamw bf16 gradients",
