@@ -24,8 +24,10 @@ T = TypeVar("T")
 # How long the store may take to answer, in seconds.
 _ANSWER_S = 5.0
 
-# Counter in the store: ranks that have called `leave`.
+# Keys of the store: a counter of the ranks that have called `leave`, and one that is there once a
+# rank has posted an error.
 _NUM_LEFT = "left"
+_FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,19 @@ class Board:
         self.rank, self.world_size = rank, world_size
         self._store = PrefixStore("megalite/board", store)
         self._lock = threading.Lock()
+        self._serves: Store = store
 
     @classmethod
     def of_world(cls, rank: int, world_size: int) -> Board | None:
         """The board of the default process group; None if there is no other process."""
         if world_size == 1 or not dist.is_initialized() or dist.get_backend() == "fake":
             return None
-        store: Any = dist.distributed_c10d._get_default_store()
-        store = store.clone()  # missing in torch's annotations
+        first: Any = dist.distributed_c10d._get_default_store()
+        store = first.clone()  # missing in torch's annotations
         store.set_timeout(timedelta(seconds=_ANSWER_S))
-        return cls(store, rank, world_size)
+        board = cls(store, rank, world_size)
+        board._serves = first  # rank 0's serves all as long as it lives, also without the group
+        return board
 
     def post(self, notice: Notice) -> bool:
         """Replace this rank's notice; True if the store took it."""
@@ -65,6 +70,8 @@ class Board:
 
         def write() -> bool:
             self._store.set(f"rank/{self.rank}", text)
+            if notice.failed:
+                self._store.set(_FAILED, "")
             return True
 
         return self._ask_store(write) or False
@@ -81,6 +88,10 @@ class Board:
             return found
 
         return self._ask_store(fetch)
+
+    def anyone_failed(self) -> bool:
+        """True if a rank has posted an error; False also if the store is gone."""
+        return self._ask_store(lambda: self._store.check([_FAILED])) or False
 
     def first_to_report(self, text: str) -> bool:
         """True for the first rank that asks for `text`, so that one rank alone prints it.

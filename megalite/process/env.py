@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -96,6 +97,26 @@ def end_process() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort_process(within_s: float = 5.0) -> None:
+    """Give up the communicators of a rank that has failed; takes at most so many seconds.
+
+    On NCCL its unfinished operations end, and its connections close, so that those at the other
+    ends get an error. To leave the group in order, as `end_process` does, would wait for ranks that
+    wait for this one. gloo's connections close with the process.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+
+    def abort() -> None:
+        # Not `ProcessGroup.abort` of each group: their aborts would wait for each other.
+        with suppress(Exception):  # the process ends, whatever it says
+            dist.distributed_c10d._abort_process_group()
+
+    thread = threading.Thread(target=abort, name="abort", daemon=True)
+    thread.start()
+    thread.join(within_s)
 
 
 def check_interface(environ: Mapping[str, str] | None = None, host: str | None = None) -> None:

@@ -7,8 +7,9 @@ stands still), one that failed (it posted its error) and one that is elsewhere i
 has not reached the operation that others wait in). On CUDA that is the state of the device; the
 thread makes no call to CUDA, which could block it.
 
-It ends the process in one case: a signal asked the run to leave, and the rank cannot reach the
-step's edge, because a rank that it waits for is gone or nothing moves for too long.
+It ends the process in two cases. Another rank has failed, so that nothing that this one waits for
+will come. Or a signal asked the run to leave, and the rank cannot reach the step's edge, because a
+rank that it waits for is gone or nothing moves for too long.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ BEAT_S, _POSTS_PER_S = 1.0, 1000
 # A rank without a new beat for so long is reported as dead or stopped: a busy machine pauses, too.
 _SILENT_S = 3.0
 
-# A rank that a signal asked to leave and that is stuck for so long watches the others for the rest
-# of LEAVE_S, longer than above as it then ends itself.
+# A rank that is stuck for so long ends itself if another one has failed. If a signal asked it to
+# leave, it watches the others for the rest of LEAVE_S, longer than above as it then ends itself.
 _LEAVE_STUCK_S = 5.0
 
 # Such a rank leaves, though all others live, when it is stuck for so many times `after_s`: for
@@ -52,8 +53,9 @@ class Watch:
     With a `board`, the lines name the ranks that are dead or stopped, have failed, or are behind; a
     line that several ranks would report comes from one of them. An exception raised while waiting
     for other ranks gets the lines as notes. `asked_s(since)` is for how many seconds since then the
-    process has been asked to leave (`SignalFlag.asked_s`); if a rank that it waits for is gone, or
-    nothing moves for twice `after_s`, the thread calls `end(EXIT_FAULT)`.
+    process has been asked to leave (`SignalFlag.asked_s`); if then a rank that it waits for is
+    gone, or nothing moves for twice `after_s`, the thread calls `end(EXIT_FAULT)`. It does so
+    unasked if another rank has failed and this one waits.
     """
 
     def __init__(
@@ -121,9 +123,17 @@ class Watch:
         return self._ledger.num_ops, self._ledger.progress().num_done
 
     def _must_leave(self, moved_at: float) -> bool:
-        """True, reported, if this rank is asked to leave and will not reach the step's edge."""
+        """True, reported, if this rank waits for one that has failed, or is asked to leave and will
+        not reach the step's edge.
+        """
         moved = self._moves()
-        if self._board is None or self._asked_s(moved_at) == 0:
+        if self._board is None:
+            return False
+        if self._ledger.progress().waits_in is not None and self._board.anyone_failed():
+            _, lines = self._look_at_others(0.0)
+            self._report_once(lines)
+            return not self._stop.is_set()
+        if self._asked_s(moved_at) == 0:
             return False
         # A rank that is gone never agrees to save and leave, so waiting for it is useless.
         is_gone, lines = self._look_at_others(LEAVE_S - _LEAVE_STUCK_S)

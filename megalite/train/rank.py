@@ -21,7 +21,7 @@ from megalite.process.affinity import bind_to_gpu
 from megalite.process.board import Board
 from megalite.process.compiled import CompileQueue, use_cache_of_host
 from megalite.process.determinism import prepare_deterministic, use_deterministic
-from megalite.process.env import end_process, init_process
+from megalite.process.env import abort_process, end_process, init_process
 from megalite.process.gpu_variables import recorder_advice
 from megalite.process.launcher import Launch
 from megalite.process.secrets import Redaction
@@ -31,7 +31,8 @@ from megalite.record.console import Console
 from megalite.train.loop import Trainer
 
 # Rank 0 may serve the board, so it waits at its end for others that still use it, at most so long.
-_LINGER_S = 1.0
+# After an error on GPUs, where no exception ends the others, until their watches have read it.
+_LINGER_S, _LINGER_FAILED_S = 1.0, 10.0
 
 # A rank that is stuck reports where after this share of the collectives' timeout.
 _WATCH_SHARE = 0.5
@@ -64,15 +65,16 @@ def run_rank_and_exit(
         # A failed rank ends at once: leaving the process group, or a normal exit of the
         # interpreter, may wait for peers that are waiting for this rank.
         report_error(error, launch, board)
-        _leave(board)
+        abort_process()
+        _leave(board, _LINGER_FAILED_S if device.type == "cuda" else _LINGER_S)
         code = exit_code(error)
     sys.stdout.flush()
     os._exit(code)
 
 
-def _leave(board: Board | None) -> None:
+def _leave(board: Board | None, linger_s: float = _LINGER_S) -> None:
     if board is not None:
-        board.leave(_LINGER_S)
+        board.leave(linger_s)
 
 
 def report_error(error: Exception, launch: Launch, board: Board | None) -> None:

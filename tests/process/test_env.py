@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megalite.errors import ConfigError
-from megalite.process.env import check_interface, end_process, hold_port, init_process, pick_device
+from megalite.process.env import (
+    abort_process,
+    check_interface,
+    end_process,
+    hold_port,
+    init_process,
+    pick_device,
+)
 from megalite.process.launcher import (
     Launch,
     device_kind,
@@ -206,6 +214,37 @@ def test_a_single_process_can_join_itself_and_leave() -> None:
         end_process()
     assert not dist.is_initialized()
     end_process()
+
+
+class Group:
+    """Takes the place of NCCL's group: counts its ends, each of which takes `takes_s`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, backend: str, takes_s: float = 0.0) -> None:
+        self.num_aborts, self._takes_s = 0, takes_s
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_backend", lambda: backend)
+        # Raises where torch has none of the name.
+        patch.setattr(dist.distributed_c10d, "_abort_process_group", self._abort)
+
+    def _abort(self) -> None:
+        self.num_aborts += 1
+        time.sleep(self._takes_s)
+        raise RuntimeError("a communicator is gone")
+
+
+@pytest.mark.parametrize(("backend", "num_aborts"), [("nccl", 1), ("gloo", 0)])
+def test_a_failed_rank_aborts_what_would_block(
+    monkeypatch: pytest.MonkeyPatch, backend: str, num_aborts: int
+) -> None:
+    group = Group(monkeypatch, backend)
+    abort_process()
+    assert group.num_aborts == num_aborts
+
+
+def test_an_abort_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, "nccl", takes_s=3600.0)
+    abort_process(0.05)
+    assert group.num_aborts == 1
 
 
 @pytest.mark.long

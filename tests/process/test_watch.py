@@ -243,6 +243,32 @@ def test_who_is_asked_to_leave_and_gets_on_stays(ranks: list[Rank], hasty: None)
             assert not end.came.wait(0.03)
 
 
+def test_who_waits_for_a_rank_that_failed_leaves_unasked(ranks: list[Rank], hasty: None) -> None:
+    """On NCCL no exception ends it. It need not be the failed rank that has not come."""
+    end = End()
+    follow(ranks[0], "tp", False)
+    with ranks[0].watched(3600.0, end=end):
+        with pytest.raises(ValueError, match="cause"), ranks[1].watched(end=end):
+            raise ValueError("the cause")
+        assert end.came.wait(60)
+    assert end.codes == [1]
+    assert ranks[0].lines == [
+        "rank 1 failed (ValueError: the cause); it was at: rank 1 (tp 1): no operation between "
+        "ranks yet, phase 'set-up'"
+    ]
+
+
+def test_who_waits_in_nothing_is_not_ended_by_the_failure_of_another_rank(
+    ranks: list[Rank], hasty: None
+) -> None:
+    end = End()
+    ranks[0].board.post(Notice(1, 0, "rank 0", failed="ValueError: the cause"))
+    watching = Watch(ranks[1].ledger, 3600.0, print, ranks[1].board, end=end)
+    assert not watching._must_leave(0.0)
+    follow(ranks[1], "tp", False)
+    assert watching._must_leave(0.0)
+
+
 def test_a_rank_whose_notices_go_on_or_that_is_done_is_not_gone() -> None:
     done = {1: Notice(7, 9, "rank 1", left=True)}
     assert watch._gone(done, done, 0) == []
