@@ -102,6 +102,8 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         "",
     ),
     "megalite data inspect data/stdlib": ({}, ""),
+    # docs/gpu.md
+    "python -m benchmarks.expected_layer": ({}, ""),
     # docs/cluster.md
     "sbatch --nodes=8 --gpus-per-node=8 --cpus-per-task=96 --time=24:00:00 launch/pretrain.sbatch "
     "configs/runs/llama-8b-64gpu.toml": (
