@@ -50,6 +50,7 @@ class Case:
     work: Callable[[Inputs], float]
     shapes: Shapes
     backward: bool = False
+    bound: float | None = None  # in place of that of a result's type
     check: Callable[[Inputs], Sequence[Tensor]] | None = None  # in place of `run`, not timed
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -109,7 +109,7 @@ def check(gate: Gate, case: Case, shape: Shape, dtype: torch.dtype) -> Row:
         if b.dtype != torch.float64:
             faults += [] if a.dtype == b.dtype and same_bits(a, b) else [f"output {n}: other bits"]
             continue
-        bound = (KERNEL_BACKWARD if case.backward else KERNEL_FORWARD)[a.dtype]
+        bound = case.bound or (KERNEL_BACKWARD if case.backward else KERNEL_FORWARD)[a.dtype]
         share = error(a, b) / bound
         worst = max(worst, share)
         if not share <= 1.0:

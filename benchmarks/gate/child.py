@@ -52,6 +52,21 @@ def environment(date: str | None) -> dict[str, Any]:
 def parts_of(gate: Any, order: dict[str, Any]) -> dict[str, Callable[[], None]]:
     """What each part runs; imported as late as possible, so that one cannot stop the others."""
 
+    def gradients() -> None:
+        from benchmarks.gate.gradients import gradients
+
+        gradients(gate)
+
+    def losses() -> None:
+        from benchmarks.gate.losses import losses
+
+        losses(gate)
+
+    def nccl() -> None:
+        from benchmarks.gate.collectives import collectives
+
+        collectives(gate)
+
     def ceilings() -> None:
         from benchmarks.gate.rates import ceilings
 
@@ -85,6 +100,9 @@ def parts_of(gate: Any, order: dict[str, Any]) -> dict[str, Callable[[], None]]:
 
     return {
         "environment": lambda: gate.emit(environment(order["date"])),
+        "gradients": gradients,
+        "losses": losses,
+        "nccl": nccl,
         "ceilings": ceilings,
         "correctness": correctness,
         "rates": rates,
@@ -107,6 +125,7 @@ def main(order: dict[str, Any]) -> None:
     import torch
 
     from benchmarks.gate.device import Gate, describe
+    from benchmarks.gate.table import CHECKS
 
     torch.set_num_threads(1 if order["dry"] else torch.get_num_threads())
     current = ""
@@ -122,7 +141,7 @@ def main(order: dict[str, Any]) -> None:
         try:
             parts[current]()
         except Exception as error:
-            wrong = {"correct": False} if current == "correctness" else {}
+            wrong = {"correct": False} if current in CHECKS else {}
             emit({**wrong, "error": describe(error)})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,14 @@ from benchmarks.gate.cases import Case, Shape
 from benchmarks.gate.check import is_timed
 from benchmarks.gate.device import Gate, Inputs, Late, Row, describe
 from benchmarks.gate.rivals import RIVALS
+from benchmarks.gate.table import LAYER_BUDGET_MS
+from benchmarks.gate.train import batches_of, config_of, profiled
+from megalite.distributed.mesh import Mesh
+from megalite.layout.topology import Topology
+from megalite.train.engine import Engine
 
 _COMPILE_S = 15.0  # left of the part, for a rival that compiles
+_FEW_TOKENS = 256  # of a microbatch whose layer the device has done before the host goes on
 
 
 def ceilings(gate: Gate) -> dict[str, float]:
@@ -162,6 +169,43 @@ def launches(gate: Gate) -> None:
             host_us = (time.perf_counter() - began) / repeats * 1e6
             gate.synchronize()
             gate.emit({"kernel": name, "host_us": host_us, "graph_us": graph_us(gate, call)})
+    with gate.guarded({"kernel": "layer"}):
+        gate.emit(layer_row(gate))
+
+
+def layer_row(gate: Gate) -> Row:
+    """Host time, and launches, of a layer's forward and backward in a microbatch of few tokens.
+
+    They are the difference of two models, so that neither the loss nor the edges of a step count.
+    A dry run counts torch's operations instead of launches.
+    """
+    layers, seconds, calls, count = ((1, 2) if gate.dry else (2, 10)), [], [], 1
+    for num_layers in layers:
+        length, backend = (8, "reference") if gate.dry else (_FEW_TOKENS, "triton")
+        config = config_of(gate, length, backend, num_layers=num_layers, micro_batch=1)
+        mesh = Mesh(Topology(), gate.device)
+        mesh.create()
+        engine, batches = Engine(config, mesh), batches_of(gate, config, 0)
+        count = len(batches)
+
+        times = []
+        for _ in range(3 if gate.dry else 20):
+            gate.synchronize()
+            began = time.perf_counter()
+            engine.forward_backward(batches)
+            gate.synchronize()
+            times.append(time.perf_counter() - began)
+            engine.optimizer.step(0.0, skip_update=True)
+        seconds.append(median(times))
+        found = profiled(gate, partial(engine.forward_backward, batches))
+        calls.append(sum(event.count for event in found if gate.dry or "Launch" in event.key))
+    share = (layers[1] - layers[0]) * count
+    return {
+        "kernel": "layer",
+        "layer_ms": (seconds[1] - seconds[0]) / share * 1e3,
+        "budget_ms": LAYER_BUDGET_MS,
+        "launches": (calls[1] - calls[0]) / share,
+    }
 
 
 def graph_us(gate: Gate, call: Callable[[], object], calls: int = 50) -> float | None:

@@ -8,7 +8,7 @@ forward, backward and optimizer by events on the device, and the kernels that ta
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,12 +47,13 @@ _TOP = 12  # kernels named in the profile
 
 
 def train(gate: Gate) -> None:
-    """Steps at every length with Triton, then at the first with plain torch beside it."""
-    runs = [(length, "interpret" if gate.dry else "triton") for length in LENGTHS]
-    if gate.dry:
-        runs = [(8, "interpret")]
+    """Steps at every length with Triton, then at the first with plain torch beside it.
+
+    A dry run has no steps in the interpreter here: the part that compares losses has.
+    """
+    runs = [] if gate.dry else [(length, "triton") for length in LENGTHS]
     needed = _FIRST_S
-    for length, backend in [*runs, (runs[0][0], "reference")]:
+    for length, backend in [*runs, (8 if gate.dry else LENGTHS[0], "reference")]:
         row: Row = {"seq_length": length, "backend": backend}
         try:
             gate.require(0.0 if gate.dry else needed, f"training at {length} on {backend}")
@@ -63,14 +64,21 @@ def train(gate: Gate) -> None:
         needed = _NEXT_S
 
 
-def config_of(gate: Gate, length: int, backend: str) -> RunConfig:
-    """The resolved config of one GPU; a dry run has a tiny model in float32."""
+def config_of(
+    gate: Gate, length: int, backend: str, *, num_layers: int = 0, micro_batch: int = 0
+) -> RunConfig:
+    """The resolved config of one GPU; a dry run has a tiny model in float32, of one layer.
+
+    0: all layers of the model, and as many sequences as have _MICRO_TOKENS together.
+    """
     model = ModelConfig(**tomllib.loads(MODEL.read_text(encoding="utf-8"))["model"])
     if gate.dry:
         tiny = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1,
                 "ffn_hidden_size": 48, "vocab_size": 96}  # fmt: skip
         model = ModelConfig(**{**model.model_dump(exclude_unset=True), **tiny})
-    micro = 1 if gate.dry else max(1, _MICRO_TOKENS // length)
+    if num_layers:
+        model = model.model_copy(update={"num_layers": num_layers})
+    micro = micro_batch or (1 if gate.dry else max(1, _MICRO_TOKENS // length))
     config = RunConfig(
         model=model,
         optimizer=OptimizerConfig(lr=_LR, lr_schedule="constant", clip_grad=1.0),
@@ -177,13 +185,19 @@ def split(engine: Engine, clock: Clock, batches: Sequence[TokenBatch]) -> dict[s
 
 def profile(gate: Gate, engine: Engine, batches: Sequence[TokenBatch]) -> list[list[Any]]:
     """[kernel or operation, share of the time of all of them, calls] of one step, longest first."""
-    kind = torch.profiler.ProfilerActivity
-    on_gpu = gate.device.type == "cuda"
-    with torch.profiler.profile(activities=[kind.CUDA if on_gpu else kind.CPU]) as profiler:
-        engine.train_step(batches, _LR)
-        gate.synchronize()
-    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    events = [(event.key, getattr(event, name), event.count) for event in profiler.key_averages()]
+    name = "self_device_time_total" if gate.device.type == "cuda" else "self_cpu_time_total"
+    found = profiled(gate, lambda: engine.train_step(batches, _LR))
+    events = [(event.key, getattr(event, name), event.count) for event in found]
     total = sum(spent for _, spent, _ in events) or 1.0
     events.sort(key=lambda event: -event[1])
     return [[key[:80], round(spent / total, 4), count] for key, spent, count in events[:_TOP]]
+
+
+def profiled(gate: Gate, call: Callable[[], object]) -> list[Any]:
+    """The profiler's averages over a call, a name each: of the device, or on CPU of the host."""
+    kind = torch.profiler.ProfilerActivity
+    activity = kind.CUDA if gate.device.type == "cuda" else kind.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        call()
+        gate.synchronize()
+    return list(profiler.key_averages())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,13 @@ import pytest
 import torch
 
 from benchmarks import gpu_gate
+from benchmarks.gate.collectives import OBJECTS, OPERATIONS
 from benchmarks.gate.device import Dead, Gate, Late
-from benchmarks.gate.table import failures, layout, summary
+from benchmarks.gate.gradients import gradients
+from benchmarks.gate.losses import judged
+from benchmarks.gate.table import CHECKS, failures, layout, summary
+from megalite.distributed import comm
+from megalite.kernels import Kernels
 from megalite.kernels.triton import tables
 from megalite.kernels.triton.table_check import NEEDS
 from tests import ROOT
@@ -38,18 +45,29 @@ def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     assert parts == {"environment", *gpu_gate.PARTS, *gpu_gate.TUNE}
     assert [row for row in rows if "error" in row or "failed" in row or "skipped" in row] == []
     checked = [row["kernel"] for row in rows if row["part"] == "correctness"]
-    assert all(row["correct"] for row in rows if row["part"] == "correctness")
     timed = {row["kernel"] for row in rows if row["part"] == "rates" and "rival" not in row}
     assert timed <= set(checked)
     # not for a CPU: cuDNN, FlashAttention 3; and Liger, where it is not installed
     absent = {row["rival"] for row in rows if "absent" in row}
     assert absent <= {"sdpa cudnn", "sdpa FA3", "liger"}, [r for r in rows if "absent" in r]
-    (trained, beside) = [row for row in rows if row["part"] == "train"]
-    assert trained["losses"] == pytest.approx(beside["losses"], rel=1e-5)
+    order = list(dict.fromkeys(row["part"] for row in rows))
+    assert order[:4] == ["environment", "gradients", "losses", "nccl"]
+    gradients = {(row["kernel"], row["dtype"]) for row in rows if row["part"] == "gradients"}
+    assert {name for name, _ in gradients} == {"weight_grad", "embedding_grad"}
+    assert {dtype for _, dtype in gradients} == {"bfloat16", "float16", "float32"}
+    (losses,) = [row for row in rows if row["part"] == "losses"]
+    assert losses["losses"]["interpret"] == pytest.approx(losses["losses"]["reference"], rel=1e-5)
+    groups = [row["kernel"] for row in rows if row["part"] == "nccl"]
+    assert groups == ["gloo world", "gloo split", "gloo urgent split"]
+    assert all(row["correct"] for row in rows if row["part"] in CHECKS)
+    (layer,) = [row for row in rows if row.get("kernel") == "layer"]
+    assert layer["launches"] > 20
+    (trained,) = [row for row in rows if row["part"] == "train"]
     assert set(trained["split_ms"]) == {"forward", "backward", "optimizer"}
     (tuned,) = [row for row in rows if "table" in row]
     assert set(tuned["table"]["kernels"]) == set(NEEDS)
     assert "correctness: " in done.stdout
+    assert "budget 2.0 -" in done.stdout
     assert "PASS" in done.stdout
 
 
@@ -80,6 +98,51 @@ def test_a_wrong_kernel_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(gpu_gate, "run", lambda options, rows=rows: rows)
         assert gpu_gate.main(["--dry", "--parts=correctness"]) == code
     assert gpu_gate.main(["--dry", "--parts=rates"]) == 0
+
+
+@pytest.mark.parametrize("part", CHECKS)
+def test_a_part_that_checked_nothing_fails(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = [{"part": part, "correct": True}]
+    for rows, code in ((right, 0), ([{**right[0], "correct": False}], 1), ([], 1)):
+        monkeypatch.setattr(gpu_gate, "run", lambda options, rows=rows: rows)
+        assert gpu_gate.main(["--dry", f"--parts={part}"]) == code
+
+
+def test_losses_that_differ_or_do_not_fall_are_wrong() -> None:
+    plain = [11.0, 10.5, 10.0]
+    assert judged({"reference": plain, "triton": [11.01, 10.49, 10.02]}, "bfloat16")["correct"]
+    far = judged({"reference": plain, "triton": [11.0, 10.5, 10.03]}, "bfloat16")
+    assert far["faults"] == ["step 3: 10.0 on plain torch and 10.03 differ by more than 0.02"]
+    lost = judged({"reference": plain, "triton": [11.0, float("nan"), 10.0]}, "bfloat16")
+    assert not lost["correct"]
+    flat = judged({"reference": [11.0, 10.9], "triton": [11.0, 10.9]}, "bfloat16")
+    assert "fell by 0.1" in str(flat["faults"])
+
+
+def test_a_weight_gradient_rounded_to_16_bits_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        buffer += (dy.t().float() @ x.float()).to(dy.dtype)
+
+    found: list[dict[str, Any]] = []
+    ops = replace(Kernels(), accumulate_weight_grad_=rounded)
+    monkeypatch.setattr("benchmarks.gate.gradients.select", lambda *_: ops)
+    gradients(Gate(torch.device("cpu"), True, float("inf"), found.append))
+    wrong = {(row["kernel"], row["dtype"]) for row in found if not row["correct"]}
+    assert wrong == {("weight_grad", "bfloat16"), ("weight_grad", "float16")}
+
+
+def test_every_collective_of_an_axis_is_run_on_nccl() -> None:
+    """Messages between stages need two ranks."""
+    public = {
+        name
+        for name, function in vars(comm).items()
+        if inspect.isfunction(function)
+        and function.__module__ == comm.__name__
+        and not name.startswith("_")
+        and "axis" in inspect.signature(function).parameters
+    }
+    ran = {name.split()[0] for name in (*OPERATIONS, *OBJECTS)}
+    assert public == ran | {"barrier", "local_slice"}
 
 
 def test_a_process_that_dies_or_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
