@@ -5,8 +5,9 @@
 #
 # Another base: --build-arg BASE_IMAGE=...; it needs Python 3.11 with pip, and torch 2.11 or newer.
 # On a base without torch (to read configs, to prepare data): --build-arg NEEDS_TORCH=0.
-# 26.05 has PyTorch 2.12 and CUDA 13.2.
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
+# 26.07 has PyTorch 2.13, which takes FlashAttention 3 and 4 as its own, and CUDA 13.3. For
+# kernels.attention=fa4 build with --build-arg ATTENTION=flash-attn-4.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${BASE_IMAGE}
 
 ARG NEEDS_TORCH=1
@@ -19,10 +20,11 @@ ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore P
 WORKDIR /opt/megalite
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY launch/requirements.py launch/requirements.py
+ARG ATTENTION=
 # What the base has is pinned to itself, so that nothing that comes can replace it.
 RUN python3 launch/requirements.py pins > /tmp/pins.txt && \
     python3 launch/requirements.py needed --extra corpora,plots,tensorboard,wandb > /tmp/needed.txt && \
-    python3 -m pip install --constraint /tmp/pins.txt --requirement /tmp/needed.txt && \
+    python3 -m pip install --constraint /tmp/pins.txt --requirement /tmp/needed.txt ${ATTENTION} && \
     rm /tmp/pins.txt /tmp/needed.txt
 COPY kernels kernels
 COPY configs configs
