@@ -64,13 +64,13 @@ class Budget(NamedTuple):
 
 
 BUDGET = {
-    "llama tp2 pp2 dp2": Budget((27, 10, 20), (75, 16, 34), (1, 6, 12), (36, 8, 17), (2, 2, 7)),
-    "llama tp8":         Budget((29, 10, 0), (121, 12, 0), (1, 0, 0), (36, 2, 0), (2, 2, 0)),
-    "llama zb-v":        Budget((27, 0, 0), (119, 16, 0), (2, 0, 0), (59, 1, 0), (2, 2, 0)),
-    "gpt2":              Budget((42, 0, 0), (93, 0, 0), (1, 2, 0), (26, 3, 0), (2, 2, 0)),
-    "llama dp8":         Budget((27, 0, 0), (69, 0, 0), (1, 6, 0), (32, 7, 0), (2, 2, 0)),
-    "qwen3 tied tp2":    Budget((45, 10, 0), (71, 12, 0), (1, 0, 0), (44, 2, 0), (2, 2, 0)),
-    "mistral":           Budget((27, 10, 0), (78, 12, 0), (1, 8, 0), (43, 10, 0), (2, 2, 0)),
+    "llama tp2 pp2 dp2": Budget((27, 10, 20), (63, 16, 34), (1, 6, 12), (36, 8, 17), (2, 2, 7)),
+    "llama tp8":         Budget((29, 10, 0), (115, 12, 0), (1, 0, 0), (36, 2, 0), (2, 2, 0)),
+    "llama zb-v":        Budget((27, 0, 0), (99, 16, 0), (2, 0, 0), (59, 1, 0), (2, 2, 0)),
+    "gpt2":              Budget((42, 0, 0), (77, 0, 0), (1, 2, 0), (26, 3, 0), (2, 2, 0)),
+    "llama dp8":         Budget((27, 0, 0), (59, 0, 0), (1, 6, 0), (32, 7, 0), (2, 2, 0)),
+    "qwen3 tied tp2":    Budget((45, 10, 0), (65, 12, 0), (1, 0, 0), (44, 2, 0), (2, 2, 0)),
+    "mistral":           Budget((27, 10, 0), (72, 12, 0), (1, 8, 0), (43, 10, 0), (2, 2, 0)),
 }  # fmt: skip
 
 # When the host waits for the device in a step, and how often. Marks of the step's clock are read
@@ -96,11 +96,11 @@ COPIES = {
 # Operators of torch in a step: none that a GPU has no good kernel for, none that asks for values.
 OPERATORS = frozenset(
     (
-        *("mm", "addmm", "dot", "embedding", "embedding_dense_backward"),
+        *("mm", "addmm", "dot", "embedding"),
         *("add", "add_", "sub", "mul", "sum", "abs", "remainder", "cat", "stack", "index"),
         *("clone", "copy_", "_to_copy", "zero_", "zeros", "ones_like", "full_like", "arange"),
         *("clamp", "clamp_max", "minimum", "maximum", "where", "masked_fill_", "searchsorted"),
-        *("le", "ge", "lt", "ne", "eq", "bitwise_and", "bitwise_not"),
+        *("le", "ge", "lt", "ne", "eq", "bitwise_and", "bitwise_or", "bitwise_not", "sort"),
     )
 )
 # Types of the factors and of the result of every matrix product: 16 bits in, and out but for
@@ -223,18 +223,13 @@ def cost(events: list[Event]) -> Row:
     return counts["kernel"], counts["collective"], counts["mark"]
 
 
-# Of torch 2.11 and 2.12, as their native_functions.yaml has them.
-OLDER = (
-    "aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *, "
-    "Scalar beta=1, Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)",
-    "aten::embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, "
-    "SymInt padding_idx, bool scale_grad_by_freq) -> Tensor",
-)
+def test_the_product_of_weight_gradients_is_that_of_older_torches() -> None:
+    """The steps above call it as this torch has it; torch 2.11 and 2.12 have it the same.
 
-
-@pytest.mark.parametrize("schema", OLDER)
-def test_operators_of_weight_gradients_are_those_of_older_torches(schema: str) -> None:
-    """The steps above call them as this torch has them; older ones have them the same."""
-    name, _, overload = schema.partition("(")[0].removeprefix("aten::").partition(".")
-    operator = getattr(getattr(torch.ops.aten, name), overload or "default")
-    assert operator._schema == torch._C.parse_schema(schema)
+    The text is that of their native_functions.yaml.
+    """
+    older = (
+        "aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *, "
+        "Scalar beta=1, Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)"
+    )
+    assert torch.ops.aten.addmm.dtype_out._schema == torch._C.parse_schema(older)
