@@ -11,9 +11,9 @@ from itertools import combinations
 
 from megalite.cli.plan_report import GIB, Report, make_report
 from megalite.errors import ConfigError, ScheduleError
+from megalite.planner.changes import Change, memory_changes
 from megalite.run.hardware import Hardware
 
-Change = tuple[str, ...]  # overrides that belong together
 _MOST_PAIRS = 4  # shown
 
 
@@ -22,7 +22,7 @@ def changes_that_fit(report: Report, device: Hardware) -> list[tuple[Change, Rep
 
     If no single change fits, pairs of them. Roughly in the order of what they cost in speed.
     """
-    kinds = [list(kind) for kind in _kinds(report)]
+    kinds = list(memory_changes(report.config, dp_follows=report.gpus is not None))
     singles = [first for kind in kinds if (first := _first(report, device, kind)) is not None]
     if singles:
         return singles
@@ -53,35 +53,6 @@ def _first(
         except (ConfigError, ScheduleError):
             continue
     return None
-
-
-def _kinds(report: Report) -> Iterator[list[Change]]:
-    """Changes that take less memory, by kind, the least change first."""
-    config = report.config
-    parallel, train = config.parallel, config.train
-    if config.optimizer.zero == 0:
-        yield [("optimizer.zero=1",)]
-    if not train.loss_chunk_tokens:
-        yield [("train.loss_chunk_tokens=2048",)]
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        yield [("parallel.sequence_parallel=true",)]
-    fused = "interleaved" if parallel.vpp > 1 else "1f1b"
-    if parallel.pp > 1 and config.pipeline.schedule != fused:
-        yield [(f"pipeline.schedule={fused}",)]
-    if train.micro_batch > 1:
-        sizes = range(train.micro_batch.bit_length() - 1)
-        yield [(f"train.micro_batch={train.micro_batch >> (shift + 1)}",) for shift in sizes]
-    stricter = {"none": ("selective", "full"), "selective": ("full",), "stage": ("full",)}
-    if train.recompute in stricter:
-        yield [(f"train.recompute={kind}",) for kind in stricter[train.recompute]]
-    for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)):
-        wider = [factor for factor in (2, 4, 8) if report.layout.dp % factor == 0]
-        yield [(f"parallel.{axis}={size * n}", *_replicas(report, n)) for n in wider]
-
-
-def _replicas(report: Report, factor: int) -> Change:
-    """The override that divides parallel.dp by `factor`; none if dp follows from the ranks."""
-    return () if report.gpus is not None else (f"parallel.dp={report.layout.dp // factor}",)
 
 
 def unfit_lines(

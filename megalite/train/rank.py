@@ -29,6 +29,7 @@ from megalite.process.signals import SignalFlag
 from megalite.process.watch import Watch
 from megalite.record.console import Console
 from megalite.train.loop import Trainer
+from megalite.train.memory_error import explained_out_of_memory
 
 # Rank 0 may serve the board, so it waits at its end for others that still use it, at most so long.
 # After an error on GPUs, where no exception ends the others, until their watches have read it.
@@ -127,7 +128,7 @@ def train_rank(
             advice=recorder_advice() if mesh.backend == "nccl" else "",
         )
         try:
-            with watch:
+            with watch, explained_out_of_memory(config, mesh):
                 # Configs are compared before groups are made, because settings decide the groups.
                 require_same_config(config, mesh, accept)
                 mesh.create()
