@@ -6,6 +6,9 @@ libdevice, no block pointers, no run-time tuning.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@lru_cache
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least n; 1 for n below 1."""
     return 1 << max(0, n - 1).bit_length()
@@ -28,6 +32,20 @@ def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
     if device.type != "cuda":
         return _PROGRAMS_OFF_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
+
+
+def once_per_form(check: Callable[..., None]) -> Callable[..., None]:
+    """A check of tensors (or None), made once for each combination of shapes, strides and types."""
+    passed: set[tuple[object, ...]] = set()
+
+    @wraps(check)
+    def run(*tensors: Tensor | None) -> None:
+        forms = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+        if forms not in passed:
+            check(*tensors)
+            passed.add(forms)
+
+    return run
 
 
 def check_float(operation: str, **tensors: Tensor | None) -> None:

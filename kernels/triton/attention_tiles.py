@@ -22,6 +22,7 @@ from megalite.kernels.arguments import (
     check_same,
     check_shape,
     next_power_of_2,
+    once_per_form,
 )
 from megalite.kernels.plain.intervals import Intervals
 from megalite.kernels.triton.dropout import keep_threshold, mix, row_word, signed_word
@@ -173,11 +174,11 @@ def _aligned(x: Tensor) -> bool:
 
 def flat(x_THD: Tensor) -> Tensor:
     """The 2-D view [T, heads * H] of [T, heads, H]; a copy if heads are not adjacent."""
-    heads, head_dim = x_THD.shape[1:]
-    adjacent = x_THD.stride(2) == 1 and (heads == 1 or x_THD.stride(1) == head_dim)
-    if not adjacent:
-        x_THD = x_THD.contiguous()
-    return x_THD.as_strided((len(x_THD), heads * head_dim), (x_THD.stride(0), 1))
+    tokens, heads, head_dim = x_THD.shape
+    row, head, element = x_THD.stride()
+    if element != 1 or (heads > 1 and head != head_dim):
+        return x_THD.contiguous().view(tokens, heads * head_dim)
+    return x_THD.as_strided((tokens, heads * head_dim), (row, 1))
 
 
 def operand(x: Tensor, rows: int, head_dim: int, tma: bool) -> Tensor | TensorDescriptor:
@@ -192,6 +193,13 @@ def tma_fits(head_dim: int, *tensors: Tensor) -> bool:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Intervals) -> None:
     """Raise TypeError, ValueError for inputs that the kernels do not take."""
+    _check_inputs(q, k, v, mask.lo, mask.up, mask.key_lo, mask.key_up)
+
+
+@once_per_form
+def _check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, up: Tensor, key_lo: Tensor, key_up: Tensor
+) -> None:
     check_float("attention", q=q, k=k, v=v)
     check_same("attention", "types", q=q.dtype, k=k.dtype, v=v.dtype)
     queries, heads, head_dim = q.shape
@@ -204,8 +212,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Intervals) -> None:
         )
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads do not divide over {kv_heads} kv heads")
-    check_shape("attention", (queries,), lo=mask.lo, up=mask.up)
-    check_shape("attention", (keys,), key_lo=mask.key_lo, key_up=mask.key_up)
+    check_shape("attention", (queries,), lo=lo, up=up)
+    check_shape("attention", (keys,), key_lo=key_lo, key_up=key_up)
 
 
 def positive_scale(scale: float | None, head_dim: int) -> float:

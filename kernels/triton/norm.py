@@ -30,6 +30,7 @@ from megalite.kernels.arguments import (
     check_shape,
     next_power_of_2,
     num_programs,
+    once_per_form,
     rows_readable,
     vector,
 )
@@ -254,6 +255,27 @@ def _check(operation: str, columns: int, **tensors: Tensor | None) -> None:
         )
 
 
+@once_per_form
+def _check_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    operation = "rms_norm" if bias is None else "layer_norm"
+    tokens, columns = x.shape
+    _check(operation, columns, x=x, residual=residual, weight=weight, bias=bias)
+    check_shape(operation, (tokens, columns), residual=residual)
+    check_shape(operation, (columns,), weight=weight, bias=bias)
+
+
+@once_per_form
+def _check_norm_grad(
+    dy: Tensor, s: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, ds: Tensor | None
+) -> None:
+    operation = "rms_norm_grad" if mean is None else "layer_norm_grad"
+    tokens, columns = s.shape
+    _check(operation, columns, dy=dy, s=s, weight=weight, ds=ds)
+    check_shape(operation, (tokens, columns), dy=dy, ds=ds)
+    check_shape(operation, (columns,), weight=weight)
+    check_shape(operation, (tokens, 1), rstd=rstd, mean=mean)
+
+
 def norm(
     x_TD: Tensor,
     weight_D: Tensor,
@@ -268,12 +290,9 @@ def norm(
     LayerNorm if there is a bias, else RMSNorm. offset is added to the weight (1 for weights that
     are stored around 0). Without a residual s is x itself. Raises TypeError, ValueError.
     """
+    _check_norm(x_TD, weight_D, bias_D, residual_TD)
     center = bias_D is not None
-    operation = "layer_norm" if center else "rms_norm"
     tokens, columns = x_TD.shape
-    _check(operation, columns, x=x_TD, residual=residual_TD, weight=weight_D, bias=bias_D)
-    check_shape(operation, (tokens, columns), residual=residual_TD)
-    check_shape(operation, (columns,), weight=weight_D, bias=bias_D)
 
     # s is not written without a residual: the backward can read x.
     y_TD = x_TD.new_empty(tokens, columns)
@@ -327,15 +346,11 @@ def norm_grad(
     Partial sums are float32. Raises TypeError, ValueError.
     """
     center = mean_T1 is not None
-    operation = "layer_norm_grad" if center else "rms_norm_grad"
     tokens, columns = s_TD.shape
     dy_TD = rows_readable(dy_TD)
     ds_TD = None if ds_TD is None else rows_readable(ds_TD)
     rstd_T1, mean_T1 = rstd_T1.contiguous(), vector(mean_T1)
-    _check(operation, columns, dy=dy_TD, s=s_TD, weight=weight_D, ds=ds_TD)
-    check_shape(operation, (tokens, columns), dy=dy_TD, ds=ds_TD)
-    check_shape(operation, (columns,), weight=weight_D)
-    check_shape(operation, (tokens, 1), rstd=rstd_T1, mean=mean_T1)
+    _check_norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD)
 
     # The grid is as large as the device for any number of rows, so that sums keep their order.
     use = choose("norm_backward", columns=columns)

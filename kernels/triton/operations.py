@@ -1,4 +1,4 @@
-"""The operations on Triton kernels. Operations without one here (dense products) are torch's.
+"""The operations on Triton kernels; dense products are torch's, without the processor's own.
 
 Only `dispatch` imports this module, since it imports triton.
 """
@@ -6,6 +6,7 @@ Only `dispatch` imports this module, since it imports triton.
 from __future__ import annotations
 
 from megalite.kernels.operations import Kernels
+from megalite.kernels.plain import products
 from megalite.kernels.triton import (
     adamw,
     adamw_plan,
@@ -29,6 +30,9 @@ TRITON = Kernels(
     uses_tables=True,
     head_dims=HEAD_DIMS,
     max_columns=norm.MAX_COLUMNS,
+    linear=products.linear,
+    linear_input_grad=products.linear_input_grad,
+    accumulate_weight_grad_=products.accumulate_weight_grad_,
     embedding_grad_=embedding.embedding_grad_,
     add_column_sums_=norm.add_column_sums_,
     norm=norm.norm,

@@ -22,6 +22,7 @@ from megalite.kernels.arguments import (
     check_same,
     check_shape,
     next_power_of_2,
+    once_per_form,
     rows_readable,
     vector,
 )
@@ -109,6 +110,22 @@ def _rope_kernel(
         tl.store(out + column, tl.load(source + column, mask=inside, other=0.0), mask=inside)
 
 
+@once_per_form
+def _check(packed: Tensor, cos: Tensor, sin: Tensor, position: Tensor | None) -> None:
+    tokens, _, _, head_dim = packed.shape
+    length, half = cos.shape
+    check_float("rope", x=packed)
+    check_last_contiguous("rope", x=packed)
+    check_shape("rope", (length, half), sin=sin)
+    check_shape("rope", (tokens,), position=position)
+    if 2 * half > head_dim:
+        raise ValueError(f"rope: tables turn {2 * half} elements, a head has {head_dim}")
+    if position is not None and position.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"rope: position is {position.dtype}, expected int32 or int64")
+    if tokens and not length:
+        raise ValueError("rope: tables have no positions; make them as long as the sequence")
+
+
 def _launch(
     packed_TkgH: Tensor,
     apart: tuple[Tensor, ...],
@@ -124,18 +141,9 @@ def _launch(
     Without v, or without k and v, groups have no such heads to rotate or copy. pack: from apart to
     packed. Raises TypeError, ValueError.
     """
+    _check(packed_TkgH, cos_sh, sin_sh, position_T)
     tokens, groups, _, head_dim = packed_TkgH.shape
     length, half = cos_sh.shape
-    check_float("rope", x=packed_TkgH)
-    check_last_contiguous("rope", x=packed_TkgH)
-    check_shape("rope", (length, half), sin=sin_sh)
-    check_shape("rope", (tokens,), position=position_T)
-    if 2 * half > head_dim:
-        raise ValueError(f"rope: tables turn {2 * half} elements, a head has {head_dim}")
-    if position_T is not None and position_T.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"rope: position is {position_T.dtype}, expected int32 or int64")
-    if tokens and not length:
-        raise ValueError("rope: tables have no positions; make them as long as the sequence")
 
     # What is not there is never selected.
     q, k, v = (*apart, *[apart[0]] * (3 - len(apart)))

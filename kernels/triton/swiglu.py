@@ -17,6 +17,7 @@ from megalite.kernels.arguments import (
     check_last_contiguous,
     check_same,
     check_shape,
+    once_per_form,
     rows_readable,
 )
 from megalite.kernels.triton.tables import choose
@@ -66,19 +67,24 @@ def _swiglu_grad_kernel(
         tl.store(a_ptr + row * a_stride + column, a, mask=inside)
 
 
-def _columns(operation: str, h_T2f: Tensor) -> int:
-    """f of h[T, 2f]. Raises TypeError, ValueError."""
+@once_per_form
+def _check(h_T2f: Tensor, da_Tf: Tensor | None) -> None:
+    """Raise TypeError, ValueError for tensors that the kernels do not take; da in the gradient."""
+    operation = "swiglu" if da_Tf is None else "swiglu_grad"
+    tokens, columns = h_T2f.shape
     check_float(operation, h=h_T2f)
     check_last_contiguous(operation, h=h_T2f)
-    if h_T2f.shape[1] % 2:
-        raise ValueError(f"{operation}: h has {h_T2f.shape[1]} columns, expected an even number")
-    return h_T2f.shape[1] // 2
+    if columns % 2:
+        raise ValueError(f"{operation}: h has {columns} columns, expected an even number")
+    if da_Tf is not None:
+        check_shape(operation, (tokens, columns // 2), da=da_Tf)
+        check_same(operation, "types", h=h_T2f.dtype, da=da_Tf.dtype)
 
 
 def swiglu(h_T2f: Tensor) -> Tensor:
     """a[T, f] = silu(h[:, :f]) * h[:, f:]. Raises TypeError, ValueError."""
-    columns = _columns("swiglu", h_T2f)
-    tokens = len(h_T2f)
+    _check(h_T2f, None)
+    tokens, columns = h_T2f.shape[0], h_T2f.shape[1] // 2
     a_Tf = h_T2f.new_empty(tokens, columns)
     if a_Tf.numel():
         use = choose("swiglu")
@@ -100,11 +106,9 @@ def swiglu_grad(
 
     Raises TypeError, ValueError.
     """
-    columns = _columns("swiglu_grad", h_T2f)
-    tokens = len(h_T2f)
     da_Tf = rows_readable(da_Tf)
-    check_shape("swiglu_grad", (tokens, columns), da=da_Tf)
-    check_same("swiglu_grad", "types", h=h_T2f.dtype, da=da_Tf.dtype)
+    _check(h_T2f, da_Tf)
+    tokens, columns = h_T2f.shape[0], h_T2f.shape[1] // 2
 
     # An empty grid cannot be launched.
     a_Tf = h_T2f.new_empty(tokens, columns) if recompute else None

@@ -87,9 +87,9 @@ def start_all_reduce(x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
     reduce_op = _reduce_op(op)
     if axis.size == 1 or x.numel() == 0:
         return Handle(x)
-    _count(axis, "all_reduce", 2 * _ring_share(axis) * _bytes(x))
+    _count(axis, "all_reduce", 2 * _ring_bytes(x, axis))
     with axis.ledger.blocked(axis.name, starting=True):
-        if axis.backend == "gloo" and axis.size * _bytes(x) <= _EXCHANGE_BYTES:
+        if axis.backend == "gloo" and axis.size * x.nbytes <= _EXCHANGE_BYTES:
             return _reduce_by_exchange(x, axis, op)
         flat = x if x.is_contiguous() else x.contiguous()
         work = dist.all_reduce(flat, op=reduce_op, group=axis.group, async_op=True)
@@ -175,7 +175,7 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
     """`x` of axis rank `src`, in place in every rank's `x`; same shape and dtype everywhere."""
     if axis.size == 1 or x.numel() == 0:
         return x
-    _count(axis, "broadcast", _ring_share(axis) * _bytes(x))
+    _count(axis, "broadcast", _ring_bytes(x, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         flat = x.contiguous()
         work = dist.broadcast(flat, src=axis.ranks[src], group=axis.group, async_op=True)
@@ -187,7 +187,7 @@ def barrier(axis: Axis) -> None:
     if axis.size == 1:
         return
     token = torch.zeros(1, device=axis.device)
-    _count(axis, "barrier", 2 * _ring_share(axis) * _bytes(token))
+    _count(axis, "barrier", 2 * _ring_bytes(token, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         work = dist.all_reduce(token, group=axis.group, async_op=True)
     Handle(token, work, axis, lambda: token.item()).wait()  # on CUDA the host, too, waits
@@ -217,7 +217,7 @@ def gather_object(value: Any, axis: Axis) -> list[Any]:
         return [json.loads(json.dumps(value))]
     padded, lengths = _padded(value, axis)
     rows = [torch.empty_like(padded) for _ in lengths] if axis.rank == 0 else None
-    _count(axis, "gather", _bytes(padded))
+    _count(axis, "gather", padded.nbytes)
     with axis.ledger.blocked(axis.name, starting=True):
         work = dist.gather(padded, rows, group=axis.group, group_dst=0, async_op=True)
     Handle(padded, work, axis).wait()
@@ -230,7 +230,7 @@ def isend(x: Tensor, mesh: Mesh, src_pp: int, dst_pp: int) -> Handle:
     """Start sending `x` over the channel from this stage `src_pp`; the handle keeps it alive."""
     peer = mesh.channel_peer(src_pp, dst_pp)
     channel = mesh.channel(src_pp, dst_pp)
-    mesh.ledger.start("send", mesh.pp.name, _bytes(x), (mesh.rank, peer))
+    mesh.ledger.start("send", mesh.pp.name, x.nbytes, (mesh.rank, peer))
     flat = x.contiguous()
     with mesh.ledger.blocked(mesh.pp.name, starting=True):
         work = channel.send([flat], _in_pair(mesh, peer), 0)
@@ -272,9 +272,9 @@ _ROWS = torch.contiguous_format
 
 
 def _gather(out: Tensor, mine: Tensor, axis: Axis) -> Handle:
-    _count(axis, "all_gather", _ring_share(axis) * _bytes(out))
+    _count(axis, "all_gather", _ring_bytes(out, axis))
     with axis.ledger.blocked(axis.name, starting=True):
-        if axis.backend == "gloo" and axis.size > 2 and _bytes(out) <= _EXCHANGE_BYTES:
+        if axis.backend == "gloo" and axis.size > 2 and out.nbytes <= _EXCHANGE_BYTES:
             sent = mine.reshape(-1).repeat(axis.size)
             work = dist.all_to_all_single(out.view(-1), sent, group=axis.group, async_op=True)
         else:
@@ -283,7 +283,7 @@ def _gather(out: Tensor, mine: Tensor, axis: Axis) -> Handle:
 
 
 def _scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
-    _count(axis, "reduce_scatter", _ring_share(axis) * _bytes(x))
+    _count(axis, "reduce_scatter", _ring_bytes(x, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         if axis.backend != "gloo":
             work = _scatter_tensor(out, x, group=axis.group, async_op=True)
@@ -330,13 +330,9 @@ def _count(axis: Axis, op: str, num_bytes: float) -> None:
     axis.ledger.start(op, axis.name, num_bytes)
 
 
-def _ring_share(axis: Axis) -> float:
-    """(n - 1) / n: the share of a whole tensor that a ring moves from each rank."""
-    return (axis.size - 1) / axis.size
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+def _ring_bytes(x: Tensor, axis: Axis) -> float:
+    """Bytes that a ring moves from each rank for all of `x`: (n - 1) / n of them."""
+    return (axis.size - 1) / axis.size * x.nbytes
 
 
 def _require_contiguous(flat: Tensor, op: str) -> None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -69,6 +68,33 @@ class _Lane:
         return next((op for op, done in tuple(self.unfinished) if not done()), None)
 
 
+class _Blocked:
+    """The block of `Ledger.blocked`. A class, since a generator takes seven calls more."""
+
+    __slots__ = ("axis", "began", "ledger", "mark", "starting", "waiting_for")
+
+    def __init__(self, ledger: Ledger, axis: str, waiting_for: Op | None, starting: bool) -> None:
+        self.ledger, self.axis = ledger, axis
+        self.waiting_for, self.starting = waiting_for, starting
+
+    def __enter__(self) -> None:
+        ledger = self.ledger
+        self.began = time.perf_counter()
+        unmarked = ledger.waits is None or (self.starting and ledger.clock.of_stream)
+        self.mark = None if unmarked else ledger.clock.mark()
+        ledger._blocked_in = self.waiting_for or ledger.last_op
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ledger = self.ledger
+        if isinstance(error, Exception):
+            ledger.broken_by = error
+            error.add_note(ledger.describe())
+        ledger._blocked_in = None
+        ledger.seconds[self.axis] += time.perf_counter() - self.began
+        if ledger.waits is not None and self.mark is not None:
+            ledger.waits.append((self.axis, self.mark, ledger.clock.mark()))
+
+
 class OpProgress(NamedTuple):
     """How far this rank has come."""
 
@@ -119,30 +145,15 @@ class Ledger:
         if len(unfinished) < _MAX_UNFINISHED:
             unfinished.append((op, done))
 
-    @contextmanager
     def blocked(
         self, axis: str, waiting_for: Op | None = None, *, starting: bool = False
-    ) -> Iterator[None]:
+    ) -> _Blocked:
         """Time the host's wait on `axis`; an error that passes gets this rank's place as a note.
 
         `waiting_for` is the operation when it is not the last one started. `starting`: an
         operation starts, and nothing waits for its end.
         """
-        began = time.perf_counter()
-        unmarked = self.waits is None or (starting and self.clock.of_stream)
-        mark = None if unmarked else self.clock.mark()
-        self._blocked_in = waiting_for or self.last_op
-        try:
-            yield
-        except Exception as error:
-            self.broken_by = error
-            error.add_note(self.describe())
-            raise
-        finally:
-            self._blocked_in = None
-            self.seconds[axis] += time.perf_counter() - began
-            if self.waits is not None and mark is not None:
-                self.waits.append((axis, mark, self.clock.mark()))
+        return _Blocked(self, axis, waiting_for, starting)
 
     def progress(self) -> OpProgress:
         """How far this rank has come, on CUDA its device. For any thread."""

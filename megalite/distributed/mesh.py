@@ -48,6 +48,7 @@ class Axis:
         self.ledger.groups[name] = self.ranks
         self.size: int = len(self.ranks)
         self.rank: int = self.ranks.index(mesh.rank)
+        self._group: dist.ProcessGroup | None = None
         self.member: bool = name != "embedding" or mesh.topology.has_embedding(mesh.rank)
 
     @property
@@ -58,7 +59,9 @@ class Axis:
         """
         if self.size == 1:
             return None
-        return self._mesh.group(self.name)
+        if self._group is None:
+            self._group = self._mesh.group(self.name)
+        return self._group
 
     @property
     def next_rank(self) -> int:

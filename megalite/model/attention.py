@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         qkv = self.qkv(x)
-        qkv_TkgH = qkv.view(len(qkv), *self.shape_kgH)
+        qkv_TkgH = qkv.view(qkv.shape[0], *self.shape_kgH)
         if self.recompute_core and torch.is_grad_enabled():
             attended = checkpoint(
                 self.core, qkv_TkgH, sequences, use_reentrant=False, preserve_rng_state=False
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         q, k, v = _SplitRotate.apply(
             qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, copy_values
         )
-        tokens, head_dim = len(q), q.shape[-1]
+        tokens, head_dim = q.shape[0], q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
         return self.ops.attention(
             q_TnH, k.squeeze(2), v.squeeze(2), sequences.mask, self.dropout(sequences)

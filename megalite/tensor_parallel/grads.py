@@ -39,10 +39,12 @@ class GradStore:
 
     def buffer(self, param: nn.Parameter) -> Tensor:
         """The main gradient of `param`; zeros made on first use where nothing was bound."""
-        if param not in self._buffers:
+        buffer = self._buffers.get(param)
+        if buffer is None:
             dtype = main_grad_dtype(param.dtype)
-            self._buffers[param] = torch.zeros(param.shape, dtype=dtype, device=param.device)
-        return self._buffers[param]
+            buffer = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            self._buffers[param] = buffer
+        return buffer
 
     def add(self, param: nn.Parameter, accumulate: Accumulate, *, deferrable: bool = False) -> None:
         """Run `accumulate(buffer)` now, or queue it when deferring and the caller allows it.
@@ -58,7 +60,10 @@ class GradStore:
             self._accumulate(param, accumulate)
 
     def _accumulate(self, param: nn.Parameter, accumulate: Accumulate) -> None:
-        with torch.no_grad():
+        if torch.is_grad_enabled():  # deferred to a place outside of a backward
+            with torch.no_grad():
+                accumulate(self.buffer(param))
+        else:
             accumulate(self.buffer(param))
         if self.listener is not None:
             self.listener(param)
