@@ -12,7 +12,17 @@ from tests.gpu.kit import shim
 @pytest.fixture(scope="session")
 def library(pytestconfig: pytest.Config) -> Path:
     """The shim's library, from the cache if it is there."""
+    return built(shim.GUARD, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def values(pytestconfig: pytest.Config) -> Path:
+    """The library of the operators that compute, from the cache if it is there."""
+    return built(shim.VALUES, pytestconfig)
+
+
+def built(source: Path, config: pytest.Config) -> Path:
     reason = shim.missing()
     if reason is not None:
         pytest.skip(reason)
-    return shim.build(pytestconfig.cache.mkdir("gpu"))
+    return shim.build(source, config.cache.mkdir("gpu"))

@@ -63,6 +63,15 @@ def pretend() -> Pretended:
     return device
 
 
+def pretend_with_values() -> None:
+    """Make this process see a GPU whose tensors are real ones in the host's memory."""
+    device = Pretended()
+    device.begin(0)
+    _replace_queries()
+    _replace_streams(device)
+    _replace_pinning()
+
+
 # --- torch.cuda ----------------------------------------------------------------------------------
 
 
@@ -168,16 +177,22 @@ def _replace_tensors(pretended: Pretended) -> None:
             values = [values] * size
         return values
 
-    def pin_memory(self: Tensor, *_: object) -> Tensor:
-        staged = self.clone()
-        staged.is_staged = True  # type: ignore[attr-defined]
-        return staged
-
     torch.tensor = tensor
     fake: Any = FakeTensor
     fake.tolist = tolist
     # Allocations begin at multiples of 256 bytes on CUDA.
     fake.data_ptr = lambda self: 256 + self.storage_offset() * self.element_size()
+    _replace_pinning()
+
+
+def _replace_pinning() -> None:
+    """Pinned memory is a copy that is known to be one; streams need no care."""
+
+    def pin_memory(self: Tensor, *_: object) -> Tensor:
+        staged = self.clone()
+        staged.is_staged = True  # type: ignore[attr-defined]
+        return staged
+
     plain: Any = Tensor
     plain.pin_memory = pin_memory
     plain.is_pinned = lambda self, *_: getattr(self, "is_staged", False)

@@ -1,4 +1,8 @@
-"""Compiles the shim that lets a torch without CUDA work on fake cuda tensors, and loads it."""
+"""Compiles the two libraries that let a torch without CUDA work on cuda tensors, and loads them.
+
+`guard.cpp` makes them possible, for fake tensors and for real ones; `values.cpp` gives the real
+ones their operators.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("guard.cpp")
+GUARD, VALUES = (Path(__file__).with_name(name) for name in ("guard.cpp", "values.cpp"))
 COMPILER = "g++"
 
 
@@ -24,10 +28,10 @@ def missing() -> str | None:
     return None
 
 
-def build(folder: Path) -> Path:
-    """The shim's library in `folder`, compiled unless it is there for this torch and source."""
-    content = SOURCE.read_bytes() + version("torch").encode()
-    library = folder / f"guard-{hashlib.sha256(content).hexdigest()[:16]}.so"
+def build(source: Path, folder: Path) -> Path:
+    """The library of a source in `folder`, compiled unless it is there for this torch."""
+    content = source.read_bytes() + version("torch").encode()
+    library = folder / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if library.exists():
         return library
 
@@ -37,7 +41,7 @@ def build(folder: Path) -> Path:
     torch = Path(found.origin).parent
     # Written beside and renamed: another worker of the suite may be doing the same.
     made = library.with_suffix(f".{os.getpid()}")
-    command = [COMPILER, "-std=c++20", "-fPIC", "-shared", str(SOURCE), "-o", str(made)]
+    command = [COMPILER, "-std=c++20", "-fPIC", "-shared", str(source), "-o", str(made)]
     command += ["-I", str(torch / "include"), "-L", str(torch / "lib"), "-lc10", "-ltorch_cpu"]
     command += [f"-Wl,-rpath,{torch / 'lib'}"]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
@@ -46,5 +50,5 @@ def build(folder: Path) -> Path:
 
 
 def load(library: Path) -> None:
-    """Load the shim into this process, before torch: its registries are read at import."""
+    """Load the library of `GUARD` into this process, before torch, whose registries it fills."""
     ctypes.CDLL(str(library))
