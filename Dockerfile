@@ -30,6 +30,8 @@ COPY kernels kernels
 COPY configs configs
 COPY launch launch
 COPY benchmarks benchmarks
+# The bounds that the GPU gate checks with.
+COPY tests/__init__.py tests/tolerances.py tests/
 COPY megalite megalite
 RUN env -u PIP_CONSTRAINT python3 -m pip install --no-deps . && \
     python3 launch/requirements.py check --needs-torch "${NEEDS_TORCH}" && \

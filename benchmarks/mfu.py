@@ -98,6 +98,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--data", action="store_true", help="read the config's own data")
     parser.add_argument("--work", type=Path, help="shared folder for random tokens and records")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FOLDER",
+        help="profile one step more: Chrome traces of the first and last rank, in FOLDER/N-CONFIG",
+    )
     parser.add_argument("--output", type=Path, help="JSON lines are added to this file, too")
     options = parser.parse_intermixed_args(arguments)
     options.settings = [word for word in options.words if "=" in word]
@@ -125,6 +131,7 @@ def measure(
         "steps": options.steps,
         "warmup": options.warmup,
         "data": options.data,
+        "trace": options.trace and str(options.trace.resolve() / f"{index}-{Path(config).stem}"),
         "work": str((options.work or folder) / f"mfu-{index}"),
         "result": str(result),
     }

@@ -28,9 +28,11 @@ from megalite.process.env import pick_device
 from megalite.process.gpu_variables import prepare_gpus
 from megalite.process.launcher import Launch, read_launch
 from megalite.process.local import run_local
+from megalite.process.signals import SignalFlag
 from megalite.record import metrics
 from megalite.record.console import Console
 from megalite.record.records import TIME_PARTS, read_metrics
+from megalite.record.run_record import StepEdge
 from megalite.run.model_math import parameter_counts, training_flops
 from megalite.train.loop import Trainer
 from megalite.train.rank import run_rank_and_exit
@@ -40,7 +42,26 @@ _MAX_TOKENS = 4_000_000
 
 
 class MeasuredTrainer(Trainer):
-    """Trains and records, but saves and loads nothing."""
+    """Trains and records, but saves and loads nothing. May trace the last step.
+
+    trace: folder for the Chrome traces of the first and the last rank.
+    """
+
+    trace: str | None = None
+
+    def _step(self, flag: SignalFlag) -> StepEdge:
+        ends = (0, self.mesh.world.size - 1)
+        is_last = self.step + 1 == self.at.total_steps
+        if self.trace is None or not is_last or self.mesh.rank not in ends:
+            return super()._step(flag)
+        kind = torch.profiler.ProfilerActivity
+        kinds = [kind.CPU, *([kind.CUDA] if self.mesh.device.type == "cuda" else [])]
+        with torch.profiler.profile(activities=kinds) as profiler:
+            edge = super()._step(flag)
+        folder = Path(self.trace)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank-{self.mesh.rank}.json.gz"))
+        return edge
 
     def _resume(self) -> None:
         pass
@@ -72,15 +93,20 @@ def for_measuring(config: RunConfig, order: dict[str, Any]) -> RunConfig:
     """
     data, train = config.data.model_copy(update={"split": (1.0, 0.0)}), config.train
     if not order["data"]:
-        changes = {"path": str(Path(order["work"]) / "tokens"), "sources": (), "tokenizer": None}
+        changes: dict[str, Any] = {
+            "path": str(Path(order["work"]) / "tokens"),
+            "sources": [],
+            "tokenizer": None,
+        }
         data = data.model_copy(update=changes)
-    length = {"steps": order["warmup"] + order["steps"], "tokens": None}
+    traced = order["trace"] is not None
+    length = {"steps": order["warmup"] + order["steps"] + traced, "tokens": None}
     return config.model_copy(
         update={
             "out": order["work"],
             "data": data,
             "train": train.model_copy(update=length),
-            "eval": config.eval.model_copy(update={"interval": 0, "sets": ()}),
+            "eval": config.eval.model_copy(update={"interval": 0, "sets": []}),
         }
     )
 
@@ -90,10 +116,11 @@ def measure(launch: Launch, device: torch.device, config: RunConfig, order: dict
     mesh = Mesh(Topology.of(config.parallel), device, timeout_s=config.train.timeout_s)
     mesh.create()
     if not order["data"] and mesh.rank == 0:
-        write_tokens(config, order["warmup"] + order["steps"])
+        write_tokens(config, config.train.steps)
     comm.barrier(mesh.world)
     trainer = MeasuredTrainer(config, mesh, Console(quiet=True))
-    trainer.run(stop_at=order["warmup"] + order["steps"])
+    trainer.trace = order["trace"]
+    trainer.run()
     peak = torch.tensor([metrics.memory_peak_bytes(device)], dtype=torch.int64, device=device)
     comm.all_reduce(peak, mesh.world, op="max")
     hosts = set(comm.all_gather_object(socket.gethostname(), mesh.world))
@@ -122,7 +149,8 @@ def row_of(trainer: Trainer, order: dict[str, Any], peak: int, hosts: int) -> di
     """The figures of the steps after the warm-up. Rates are those of the median step."""
     config, world_size = trainer.config, trainer.mesh.world.size
     lines = read_metrics(trainer.folder / "metrics.jsonl")
-    steps = [line for line in lines if line["kind"] == "step"][order["warmup"] :]
+    counted = slice(order["warmup"], order["warmup"] + order["steps"])
+    steps = [line for line in lines if line["kind"] == "step"][counted]
     seconds = median(line["step_time_s"] for line in steps)
     rates = metrics.step_rates(
         config.train.global_batch, seconds, world_size, config, trainer.device

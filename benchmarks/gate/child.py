@@ -134,7 +134,8 @@ def main(order: dict[str, Any]) -> None:
         at = {"part": current, "at_s": round(time.time() - began, 2)}
         print(json.dumps({**at, **row}), file=rows, flush=True)
 
-    device = torch.device("cpu" if order["dry"] else "cuda")
+    # With its index, as a process group is bound to one device.
+    device = torch.device("cpu" if order["dry"] else "cuda:0")
     gate = Gate(device, order["dry"], order["until"], emit, dict(order["ceilings"]))
     parts = parts_of(gate, order)
     for current in order["parts"]:

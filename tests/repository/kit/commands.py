@@ -127,6 +127,9 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         {"--steps 3": "--steps 1"},
         "parallel.tp=1 parallel.sequence_parallel=false",
     ),
+    # docs/gpu.md, the first day
+    "bash benchmarks/first_day.sh": ({}, "--dry --parts doctor --out day"),
+    "bash benchmarks/first_day.sh --dry": ({}, "--parts doctor --out dry-day"),
     # docs/kernels.md
     "TRITON_INTERPRET=1 megalite train quickstart --local kernels.backend=interpret": (
         {"--local": ""},
