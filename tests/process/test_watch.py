@@ -142,8 +142,12 @@ def test_a_device_that_gets_on_moves_its_rank(ranks: list[Rank]) -> None:
 
 
 def rank_1_computes(ctx):
-    """The lines of rank 0's watch; rank 1 comes to their third operation once it was named."""
+    """Operations so far, and the lines of rank 0's watch over three more.
+
+    Rank 1 comes to the third of them once it was named.
+    """
     mesh = ctx.mesh(tp=2)
+    before = mesh.ledger.num_ops  # of tests that had this mesh before
     store = dist.distributed_c10d._get_default_store()
     lines: list[str] = []
 
@@ -159,17 +163,17 @@ def rank_1_computes(ctx):
             if ctx.rank == 1 and number == 2:
                 store.wait(["named"])
             comm.all_reduce(torch.ones(2), mesh.tp)
-    return lines
+    return before, lines
 
 
 @pytest.mark.long
 def test_the_same_over_gloo(pool: RankPool) -> None:
-    lines, _ = pool.run(rank_1_computes, 2)
+    (mine, lines), (theirs, _) = pool.run(rank_1_computes, 2)
     assert lines == [
-        "nothing new for 0.2 s: rank 0 (tp 0): waiting in all_reduce on tp, op #3, step 3, "
-        "phase 'test'",
+        f"nothing new for 0.2 s: rank 0 (tp 0): waiting in all_reduce on tp, op #{mine + 3}, step "
+        "3, phase 'test'",
         "rank 1 has not come to an operation that others wait in: rank 1 (tp 1): past all_reduce "
-        "on tp, op #2, step 2, phase 'test'",
+        f"on tp, op #{theirs + 2}, step 2, phase 'test'",
     ]
 
 
