@@ -49,6 +49,11 @@ def completion(words: Callable[[typer.Context, str], Iterable[str]]) -> Callable
     return complete
 
 
+def one_of(choices: str) -> Callable[..., list[str]]:
+    """An `autocompletion` that offers `choices`, which stand as "a|b" in the option's help."""
+    return completion(lambda _ctx, _start: choices.split("|"))
+
+
 def settings_from(_ctx: typer.Context, start: str) -> list[str]:
     """The settings that begin with `start`. A single one comes with its values.
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalite.cli.completion import one_of
 from megalite.cli.options import path
 from megalite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megalite.generate.sampling import Sampling
 
+_DEVICES = "cpu|cuda"
 _PROMPT = "def "
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 1.0
 
@@ -77,7 +79,12 @@ def generate(
     ema: Annotated[
         bool, typer.Option("--ema", help="Use the average of the weights that the run kept.")
     ] = False,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to compute on.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar=_DEVICES, autocompletion=one_of(_DEVICES), help="Device to compute on."
+        ),
+    ] = "cpu",
 ) -> None:
     """Continue texts with a run's checkpoint.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megalite import __version__
-from megalite.cli.completion import join_words
+from megalite.cli.completion import join_words, one_of
 from megalite.cli.configs import configs
 from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
@@ -31,6 +31,8 @@ from megalite.process.terminal import replace_unencodable
 if TYPE_CHECKING:
     from megalite.config import RunConfig
     from megalite.process.launcher import Launch
+
+_DEVICES = "auto|cpu|cuda"
 
 # The verbs in the order in which they are listed.
 _VERBS = (
@@ -123,7 +125,8 @@ def train(
     device: Annotated[
         str,
         typer.Option(
-            metavar="auto|cpu|cuda",
+            metavar=_DEVICES,
+            autocompletion=one_of(_DEVICES),
             help="Device to compute on (auto: GPUs, if there is one for each process).",
         ),
     ] = "auto",

@@ -120,6 +120,10 @@ def test_tab_in_bash(bash: Bash, typed: str, completed: str) -> None:
     [
         ("megalite train q", "quick.toml quickstart"),
         ("megalite plan q --hardware h", "h100 h200"),
+        ("megalite train q --device ", "auto cpu cuda"),
+        ("megalite generate r --device c", "cpu cuda"),
+        ("megalite data prepare texts --on-bad ", "fail skip"),
+        ("megalite data prepare texts --model-type ", "bpe unigram"),
         ("megalite plan q optimizer.lr_schedule=", "constant cosine inverse_sqrt linear wsd"),
         ("megalite train q data.path=n", "nodes.bin none"),
     ],
