@@ -44,6 +44,10 @@ MISTAKES = {
         "unknown key parallelism.pipeline_parallel_microbatch_size (override); that is "
         "train.micro_batch here (local_batch_size is several of them, in a pipeline)"
     ),
+    "tp_comm_overlap=true": (
+        "unknown key tp_comm_overlap (override); that is parallel.overlap_tp here (of "
+        "input gradients with weight gradients; on by default)"
+    ),
     "model.num_experts=8": (
         "unknown key model.num_experts (override); megalite has no mixtures of experts yet"
     ),
