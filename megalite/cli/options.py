@@ -47,6 +47,13 @@ def refused_paths() -> Iterator[None]:
         ) from error
 
 
+def require_suffix(option: str, path: Path, suffix: str) -> None:
+    """Raise ConfigError where the name of a file to write has the suffix of another format."""
+    if path.suffix.lower() not in ("", suffix):
+        name = path.with_suffix(suffix)
+        raise ConfigError(f"{option} writes a {suffix} file, not {path.suffix}: name it {name}")
+
+
 def is_setting(text: str) -> bool:
     """True for `section.key=value`; the names of schedules may have "=" behind a colon."""
     return "=" in text and ":" not in text.partition("=")[0]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megalite.cli.formatting import print_json
-from megalite.cli.options import AsJson, file
+from megalite.cli.options import AsJson, file, require_suffix
 from megalite.errors import MegaliteError
+
+if TYPE_CHECKING:
+    from megalite.record.report import RunRecord
 
 
 def report(
@@ -32,14 +35,17 @@ def report(
     from megalite.checks.packages import missing_package
     from megalite.record.figure import save
     from megalite.record.loss_figure import loss_figure
-    from megalite.record.report import comparison, figures, read_run, summary, time_table
+    from megalite.record.report import comparison, figures, summary, time_table
 
     # Without matplotlib there is all but the picture, unless that was asked for.
     lacking = missing_package("matplotlib")
     if out is not None and lacking:
         raise MegaliteError(f"--out {lacking}")
 
-    records = {name: read_run(run) for name, run in zip(_names(runs), runs, strict=True)}
+    if out is not None:
+        require_suffix("--out", out, ".png")
+
+    records = dict(zip(_names(runs), _read_all(runs), strict=True))
     if as_json:
         lines = []
     elif len(records) == 1:
@@ -50,19 +56,41 @@ def report(
     for line in lines:
         typer.echo(line)
 
-    # A picture of several runs belongs to none of their folders.
-    picture = out or (runs[0] / "loss.png" if len(runs) == 1 else None)
-    drawn = picture if not lacking else None
+    # A picture of several runs belongs to none of their folders. One that was not asked for is left
+    # out where it cannot be written, as in the folder of another user's run.
+    drawn = out or (runs[0] / "loss.png" if len(runs) == 1 else None)
+    absent = "of several runs only with --out FILE"
+    if drawn is not None and lacking:
+        drawn, absent = None, lacking
     if drawn is not None:
-        save(loss_figure(records), drawn)
+        try:
+            save(loss_figure(records), drawn)
+        except MegaliteError as error:
+            if out is not None:
+                raise
+            drawn, absent = None, f"{error}, or name another place by --out FILE"
     if as_json:
         values = [
             {"name": name, "path": str(run), **figures(record)}
             for run, (name, record) in zip(runs, records.items(), strict=True)
         ]
         return print_json({"runs": values, "loss_curve": None if drawn is None else str(drawn)})
-    absent = "of several runs only with --out FILE"
-    typer.echo(f"\nloss curve: {absent if picture is None else lacking or picture}")
+    typer.echo(f"\nloss curve: {absent if drawn is None else drawn}")
+
+
+def _read_all(runs: Sequence[Path]) -> list[RunRecord]:
+    """The records of runs. Raises MegaliteError with a line for each that cannot be read."""
+    from megalite.record.report import read_run
+
+    records, problems = [], []
+    for run in runs:
+        try:
+            records.append(read_run(run))
+        except MegaliteError as error:
+            problems.append(str(error))
+    if problems:
+        raise MegaliteError("\n".join(problems))
+    return records
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

@@ -17,7 +17,7 @@ import typer
 
 from megalite.cli.completion import completion, runs_from, settings_from
 from megalite.cli.formatting import print_json
-from megalite.cli.options import AsJson, Gpus, file, is_setting
+from megalite.cli.options import AsJson, Gpus, file, is_setting, require_suffix
 from megalite.cli.options import path as as_path
 from megalite.errors import ScheduleError, cannot_write
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
@@ -127,6 +127,9 @@ def schedule(
         raise ScheduleError("--stages is no option; write --pp N for N pipeline ranks")
     given = {"svg": svg, "html": html, "trace": trace, "csv": csv, "png": png}
     files = {kind: path for kind, path in given.items() if path is not None}
+    for kind, path in files.items():
+        if kind != "trace":  # Perfetto opens any name
+            require_suffix(f"--{kind}", path, f".{kind}")
     settings = [word for word in words or [] if is_setting(word)]
     names = [word for word in words or [] if not is_setting(word)]
 

@@ -105,8 +105,17 @@ def test_several_runs_are_a_table_and_one_picture(
     result = invoke("report", twin, "--out", tmp_path / "gone" / "c.png")
     assert (result.exit_code, result.stderr) == (
         2,
-        f"error: {tmp_path / 'gone' / 'c.png'} cannot be written: No such file or directory\n",
+        f"error: {tmp_path / 'gone' / 'c.png'} cannot be written: No such file or directory; "
+        "make its folder first\n",
     )
+
+    # A picture is a PNG, and a name that says otherwise is refused before anything is printed.
+    result = invoke("report", twin, "--out", tmp_path / "c.svg")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: --out writes a .png file, not .svg: name it {tmp_path / 'c.png'}\n"
+    )
+    assert not (tmp_path / "c.svg").exists()
 
 
 def test_json_has_the_figures_of_each_run(tmp_path: Path) -> None:
@@ -154,6 +163,34 @@ def test_a_run_that_is_given_twice_is_refused(tmp_path: Path) -> None:
         result = invoke("report", run, again)
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr == (f"error: {again} is the same run as {run}; give each run once\n")
+
+
+def test_a_run_whose_folder_cannot_be_written_has_a_report_without_a_picture(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "run", [1.0])
+    (run / "loss.png").mkdir()  # in the way of the picture, for root too
+    result = invoke("report", run)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == (
+        f"loss curve: {run / 'loss.png'} cannot be written: Is a directory; name a file in it, or "
+        "name another place by --out FILE"
+    )
+    result = invoke("report", run, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["loss_curve"] is None
+    assert invoke("report", run, "--out", run / "loss.png").exit_code == 2
+
+
+def test_all_runs_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [1.0])
+    result = invoke("report", tmp_path / "a", run, tmp_path / "b")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        f"error: {tmp_path / name}/metrics.jsonl does not exist; give the folder of a run that has "
+        "trained"
+        for name in ("a", "b")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,8 @@ def test_the_command_writes_every_form(tmp_path: Path) -> None:
         (["1f1b", "--stages", "2"], "--stages is no option; write --pp N for N pipeline ranks"),
         (["1f1b", "zb-h1", "--svg", "x.svg"], "files are written for one schedule at a time"),
         (["1f1b", "--svg", "/nowhere/x.svg"], "/nowhere/x.svg cannot be written"),
+        (["1f1b", "--svg", "x.png"], "--svg writes a .svg file, not .png: name it x.svg"),
+        (["1f1b", "--html", "x.CSV"], "--html writes a .html file, not .CSV: name it x.html"),
         (["file:/nowhere.csv"], "/nowhere.csv: cannot be read"),
     ],
 )
