@@ -86,23 +86,25 @@ def layer_bytes(model: ModelConfig, tokens: int, tp: int) -> float:
 
 
 def table(model: ModelConfig, tokens: int, sizes: list[int], hardware: Hardware) -> list[str]:
-    """Lines of markdown: a row for each size of the tensor-parallel group."""
+    """Lines of markdown: a column for each size of the tensor-parallel group."""
     flops = forward_flops(model, tokens)
-    per_token = 3 * (flops.total_causal - flops.head) / model.num_layers
-    head = (
-        "| tp | products | attention forward | backward | elementwise | collectives | layer, ms |"
-    )
-    lines = [f"{head} tokens/s a GPU | MFU, causal |", "|" + "---|" * 9]
-    for tp in sizes:
-        time = layer_time(model, tokens, tp, hardware)
-        rate = tokens / (time.total * 1e-3) / tp / model.num_layers
-        share = rate * model.num_layers * per_token / (hardware.peak_tflops["bfloat16"] * 1e12)
-        lines.append(
-            f"| {tp} | {time.products:.2f} | {time.attention_forward:.2f} | "
-            f"{time.attention_backward:.2f} | {time.elementwise:.2f} | {time.exposed:.2f} | "
-            f"{time.total:.2f} | {rate:,.0f} | {100 * share:.0f} % |"
-        )
-    return lines
+    per_token = 3 * (flops.total_causal - flops.head)
+    times = [layer_time(model, tokens, tp, hardware) for tp in sizes]
+    rates = [tokens / (time.total * 1e-3) / time.tp / model.num_layers for time in times]
+    peak = hardware.peak_tflops["bfloat16"] * 1e12
+    rows = {
+        "products, ms": [f"{time.products:.2f}" for time in times],
+        "attention, forward": [f"{time.attention_forward:.2f}" for time in times],
+        "attention, backward": [f"{time.attention_backward:.2f}" for time in times],
+        "elementwise": [f"{time.elementwise:.2f}" for time in times],
+        "collectives": [f"{time.exposed:.2f}" for time in times],
+        "layer, ms": [f"{time.total:.2f}" for time in times],
+        "tokens/s a GPU": [f"{rate:,.0f}" for rate in rates],
+        "MFU, causal": [f"{100 * rate * per_token / peak:.0f} %" for rate in rates],
+    }
+    lines = [("part", *(f"tp {tp}" for tp in sizes)), ("---",) * (1 + len(sizes))]
+    lines += [(name, *cells) for name, cells in rows.items()]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def main() -> None:
