@@ -318,7 +318,10 @@ def test_lines_of_json_named_json_are_lines(tmp_path: Path, suffix: str) -> None
         (BOM + json.dumps({"text": "a"}, indent=2).encode(), "a JSON object over several lines"),
         (json.dumps({"text": "a"}, indent=2).encode().replace(b"\n", b"\r\n"), "several lines"),
         (GOOD.decode().encode("utf-16"), "those of UTF-16; give --encoding utf-16"),
-        (gzip.compress(GOOD), "named as lines of JSON, but its first bytes are those of gzip"),
+        (
+            gzip.compress(GOOD, mtime=0),
+            "named as lines of JSON, but its first bytes are those of gzip",
+        ),
         (b"PAR1\0\0", "named as lines of JSON, but its first bytes are those of parquet"),
     ],
 )
@@ -340,7 +343,7 @@ def test_a_file_that_holds_no_lines_of_json_is_refused(
     [
         ("a.parquet", GOOD, "named as parquet, but its first bytes are others"),
         ("a.jsonl.gz", GOOD, "named as gzip, but its first bytes are others"),
-        ("a.jsonl.zst", gzip.compress(GOOD), "named as zstandard, but .* those of gzip"),
+        ("a.jsonl.zst", gzip.compress(GOOD, mtime=0), "named as zstandard, but .* those of gzip"),
     ],
 )
 def test_a_container_is_held_against_its_first_bytes(
@@ -357,7 +360,7 @@ def test_a_container_is_held_against_its_first_bytes(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (gzip.compress(b"text"), "invalid UTF-8; its first bytes are those of gzip"),
+        (gzip.compress(b"text", mtime=0), "invalid UTF-8; its first bytes are those of gzip"),
         (b"PK\x03\x04\0\0", "NUL; its first bytes are those of zip"),
         ("text".encode("utf-16"), "invalid UTF-8; its first bytes are those of UTF-16"),
         (b"\x7fELF\0", "NUL; "),
