@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from megalite.checks import open_run
 from megalite.config import ModelConfig
-from megalite.config.load import load_config
 from megalite.run.hardware import Hardware, named_hardware
 from megalite.run.model_math import forward_flops
 
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--hardware", default="h100")
     arguments = parser.parse_args()
-    config = load_config(arguments.config).config
+    config = open_run(arguments.config).config
     hardware = named_hardware(arguments.hardware)
     print("\n".join(table(config.model, config.data.seq_length, arguments.tp, hardware)))
 

@@ -10,12 +10,11 @@ ruff format --check .
 mypy
 lint-imports
 
-# Tests on ranks fill the machine one after another; the others go in three processes, file by file
-# (on two cores: many wait for a job or a time limit).
+# Tests on ranks fill the machine one after another; the others go in two processes, file by file.
 # pytest (not python -m: that would put kernels/ on the path as a package of its own) answers 5 when
 # nothing was selected, which may be so in one of the two parts.
 failed=0 selected=0
-for part in "--ranks=none --numprocesses=3 --dist=loadfile --no-loadscope-reorder" "--ranks=only"; do
+for part in "--ranks=none --numprocesses=2 --dist=loadfile --no-loadscope-reorder" "--ranks=only"; do
     code=0
     pytest $part "$@" || code=$?
     [ "$code" = 5 ] || selected=1

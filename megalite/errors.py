@@ -18,7 +18,7 @@ EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: stopped with its work saved, start
 _REMEDIES = {
     (errno.ENOSPC, errno.EDQUOT): "make room",
     (errno.EACCES, errno.EPERM): "get the right to write there",
-    (errno.ENOENT, errno.ENOTDIR): "make its folder first",
+    (errno.ENOENT,): "make its folder first",
     (errno.EISDIR,): "name a file in it",
     (errno.EIO, errno.ESTALE, errno.ETIMEDOUT): "see the system's log about the storage",
 }

@@ -41,7 +41,7 @@ EXAMPLES = {
     "plan": (
         "megalite plan quickstart",
         "megalite plan llama-8b-64gpu --gpus 64 --hardware h100",
-        "megalite plan llama-8b-64gpu --hardware h100 train.micro_batch=2 --json",
+        "megalite plan llama-8b-64gpu --gpus 64 train.micro_batch=2 --json",
     ),
     "report": (
         "megalite report runs/quickstart",
