@@ -31,9 +31,13 @@ def use_cache_of_host(launch: Launch) -> None:
     if not launch.spans_hosts or os.environ.get("TRITON_CACHE_DIR"):
         return
     folder = Path(tempfile.gettempdir()) / f"megalite-triton-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    # In a folder that all may write to: another user may have made it, or a link in its place.
-    found = folder.lstat()
+    # In a folder that all may write to: another user may have made it, or a link or file in its
+    # place. Triton's usual place serves then, too.
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
         os.environ["TRITON_CACHE_DIR"] = str(folder)
 

@@ -50,6 +50,12 @@ def test_a_link_in_its_place_is_not_followed(temporary: Path, tmp_path: Path) ->
     assert "TRITON_CACHE_DIR" not in os.environ
 
 
+def test_what_is_no_folder_in_its_place_ends_nothing(temporary: Path) -> None:
+    temporary.write_text("")
+    use_cache_of_host(TWO_HOSTS)
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
 COMPILES = """
 import json, sys, time
 import torch, triton.knobs
