@@ -22,10 +22,13 @@ class Clock:
         self.of_stream = device.type == "cuda"  # marks stand in the stream, not in the host's time
         self._free: list[torch.cuda.Event] = []
 
-    def mark(self) -> Mark:
-        """The present moment on this device: host seconds, or an event on the current stream."""
+    def mark(self, host_s: float | None = None) -> Mark:
+        """The present moment on this device: host seconds, or an event on the current stream.
+
+        `host_s`: the host's clock as just read, which a mark of that clock then equals exactly.
+        """
         if not self.of_stream:
-            return time.perf_counter()
+            return time.perf_counter() if host_s is None else host_s
         event = self._free.pop() if self._free else _new_event()
         event.record()
         return event

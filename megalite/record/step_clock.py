@@ -74,8 +74,7 @@ class StepClock:
     def begin(self, step: int) -> None:
         """Begin the step of this number now; the time before belongs to no step."""
         self.stop()
-        self._began_s = time.perf_counter()
-        self._enter(step)
+        self._enter(step, time.perf_counter())
 
     def lap(self, part: str) -> None:
         """Count the time since the last lap as `part`, except for waits, which count by axis."""
@@ -101,14 +100,14 @@ class StepClock:
     def finish(self) -> StepTimes:
         """End the step now and begin the next. Call it when the device is synchronised."""
         self.lap("other")
-        now_s = time.perf_counter()
+        # one reading of the host's clock for both, so that on CPU the parts' sum is the wall time
+        now_s = self._mark if isinstance(self._mark, float) else time.perf_counter()
         parts_s = dict.fromkeys(TIME_PARTS, 0.0) if self._laps else {}
         for lap in self._laps:
             self._add(lap, parts_s)
         times = StepTimes(now_s - self._began_s, parts_s)
-        self._began_s = now_s
         self._drop()
-        self._enter(self._step + 1)
+        self._enter(self._step + 1, now_s)
         return times
 
     def stop(self) -> None:
@@ -120,14 +119,14 @@ class StepClock:
             self._ledger.clock.recycle([self._mark])
             self._mark = None
 
-    def _enter(self, step: int) -> None:
+    def _enter(self, step: int, now_s: float) -> None:
         """Be in a step from now on, with marks if it is one to measure."""
-        self._step = step
+        self._step, self._began_s = step, now_s
         if not self._measures(step):
             self.stop()
         elif self._mark is None:
             self._ledger.waits = []
-            self._mark = self._ledger.clock.mark()
+            self._mark = self._ledger.clock.mark(now_s)
 
     def _add(self, lap: _Lap, parts_s: dict[str, float]) -> None:
         left_s = seconds_between(lap.began, lap.ended)

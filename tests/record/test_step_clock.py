@@ -166,8 +166,25 @@ def test_the_host_clock_measures_the_same_way() -> None:
     clock.lap("compute")
     times = clock.finish()
     assert times.parts_s["tp_comm"] > 0
-    assert 0 < sum(times.parts_s.values()) <= times.wall_s
+    assert sum(times.parts_s.values()) == pytest.approx(times.wall_s, rel=1e-9)
     assert seconds_between(1.0, 3.5) == 2.5
+
+
+def test_on_the_host_clock_the_parts_are_the_whole_step_however_long_it_is_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between any two readings of the clock, at the edges of steps too, the process may stand."""
+    readings = (2.0**power for power in range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: next(readings))
+    ledger = Ledger("rank 0")
+    clock = StepClock(ledger, measures=lambda number: number % 3 != 0)
+    clock.begin(1)
+    for number in range(1, 8):
+        with ledger.blocked("tp"):
+            pass
+        clock.lap("compute")
+        times = clock.finish()
+        assert sum(times.parts_s.values()) == (times.wall_s if number % 3 else 0)
 
 
 def test_a_failed_wait_is_counted_too(device: Device) -> None:
