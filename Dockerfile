@@ -23,7 +23,7 @@ COPY launch/requirements.py launch/requirements.py
 ARG ATTENTION=
 # What the base has is pinned to itself, so that nothing that comes can replace it.
 RUN python3 launch/requirements.py pins > /tmp/pins.txt && \
-    python3 launch/requirements.py needed --extra corpora,plots,tensorboard,wandb > /tmp/needed.txt && \
+    python3 launch/requirements.py needed --extra corpora,plots,tensorboard,tokenizers,wandb > /tmp/needed.txt && \
     python3 -m pip install --constraint /tmp/pins.txt --requirement /tmp/needed.txt ${ATTENTION} && \
     rm /tmp/pins.txt /tmp/needed.txt
 COPY kernels kernels

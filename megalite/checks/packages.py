@@ -15,7 +15,7 @@ Found = Callable[[str], bool]
 
 # package -> the extra that installs it
 _EXTRAS = {"matplotlib": "plots", "pyarrow": "corpora"} | {
-    name: name for name in ("tensorboard", "triton", "wandb")
+    name: name for name in ("tensorboard", "tokenizers", "triton", "wandb")
 }
 
 

@@ -219,11 +219,11 @@ def _continue(
     # A seed of its own for each text: the same text gives the same continuation in any file.
     continued = []
     for index, text in enumerate(texts):
-        ids = tokenizer.encode(text)
+        ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]
         if (decoded := tokenizer.decode(ids)) != text:
             change = first_change(text, decoded)
             typer.echo(
-                f"warning: tokenizer {tokenizer.path} changes the prompt: {change}", err=True
+                f"warning: tokenizer {tokenizer.files.path} changes the prompt: {change}", err=True
             )
         added = sample(
             model,

@@ -115,9 +115,9 @@ def missing_inputs(config: RunConfig, *, prepared: bool = False) -> list[str]:
                 f"the prefix, or make it with `megalite data prepare {made}`"
             )
     tokenizer = config.data.tokenizer
-    if tokenizer is not None and not Path(tokenizer).is_file() and not (words and prepared):
+    if tokenizer is not None and not Path(tokenizer).exists() and not (words and prepared):
         problems.append(
-            f"data.tokenizer={tokenizer}: no such file; "
+            f"data.tokenizer={tokenizer}: no such file or folder; "
             f"correct the path, or make it with `megalite data prepare SOURCE --vocab-size N`"
         )
     return problems

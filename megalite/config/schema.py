@@ -355,7 +355,8 @@ class DataConfig(Section):
     # --local does before the run; []: it is made by hand
     prepare: list[str] = []
     sources: list[SourceConfig] = []  # a blend of datasets, instead of path
-    tokenizer: PathText | None = None  # sentencepiece model, for generated text; none: no text
+    # sentencepiece model, tokenizer.json or a folder with one, for text; none: no text
+    tokenizer: PathText | None = None
     seq_length: int = Field(ge=1, le=2**31 - 1)  # tokens of a sample
     # shares of each source for train, validation and, if given, test; also "969,30,1"
     split: tuple[float, ...] = (0.98, 0.02)

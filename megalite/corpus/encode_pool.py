@@ -24,7 +24,7 @@ from typing import IO, Any, cast
 
 from megalite.corpus.documents import CorpusChunk
 from megalite.corpus.encoding import Encoded, Encoder
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import tokenizer_of
 from megalite.errors import DataError
 from megalite.process.signals import CAUGHT
 
@@ -52,8 +52,7 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, kept)
         self._to = cast(IO[bytes], self._process.stdin)
         self._from = cast(IO[bytes], self._process.stdout)
-        tokenizer = encoder.tokenizer
-        set_up = (str(tokenizer.path), tokenizer.content, encoder.key, encoder.policy)
+        set_up = (encoder.tokenizer.files, encoder.key, encoder.policy)
         self._unsent: tuple[Any, ...] = (set_up,)
 
     def encode(self, chunk: CorpusChunk, check_round_trips: bool) -> Encoded:
@@ -162,8 +161,8 @@ def _until_failure(
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer a `Worker` until its requests end: first what makes an encoder, then chunks."""
     with suppress(EOFError, pickle.UnpicklingError):
-        name, content, key, policy = pickle.load(requests)
-        encoder = Encoder(Tokenizer.from_bytes(content, name), key, policy)
+        files, key, policy = pickle.load(requests)
+        encoder = Encoder(tokenizer_of(files), key, policy)
         while True:
             pickle.dump(encoder.encode(*pickle.load(requests)), answers)
             answers.flush()

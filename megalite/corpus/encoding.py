@@ -1,8 +1,9 @@
 """Encoding one chunk of documents to token ids: the work of a worker.
 
-Each document is encoded whole and ended with one eos id. The result is a function of the chunk, the
-tokenizer, key and policy alone, so any number of workers gives the same files. The result includes
-counts of the documents left out; under policy fail the first bad document is its `failure`.
+Each document is encoded whole, behind bos where the tokenizer adds it, and ended with one eos id.
+The result is a function of the chunk, the tokenizer, key and policy alone, so any number of workers
+gives the same files. The result includes counts of the documents left out; under policy fail the
+first bad document is its `failure`.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Encoder:
         self.policy = policy
         self.dtype = dtype_for_vocab(tokenizer.vocab_size)
         self._end_id = tokenizer.eos_id
+        self._prefix = tokenizer.prefix_ids
 
     def encode(
         self, chunk: CorpusChunk, check_round_trips: bool = False, max_bytes: int | None = None
@@ -118,8 +120,9 @@ class Encoder:
                 elif not counts.first_change:
                     counts.first_change = first_change(text, decoded)
 
-        # Each document takes one place more than its ids: that of the end id behind it.
-        lengths = np.fromiter((len(row) + 1 for row in rows), dtype="<i4", count=len(rows))
+        # Each document takes more places than its ids: those of the prefix and of the end id.
+        more = len(self._prefix) + 1
+        lengths = np.fromiter((len(row) + more for row in rows), dtype="<i4", count=len(rows))
         ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
         counts.num_tokens = len(ids)
         counts.max_id = int(ids.max()) if len(ids) else -1
@@ -130,18 +133,20 @@ class Encoder:
         self, counts: Counts, ids: NDArray[Any], rows: list[NDArray[Any]], texts: list[str]
     ) -> None:
         """Count unknown ids, and the text that they stand for, into `counts`."""
-        unknown = self.tokenizer.unk_id
+        unknown, drops = self.tokenizer.unk_id, self.tokenizer.drops_unknown
         counts.unknown_ids = int(np.count_nonzero(ids == unknown))
-        if counts.unknown_ids:
+        if counts.unknown_ids or drops:
             for row, text in zip(rows, texts, strict=True):
-                if (row == unknown).any():
+                if drops or (row == unknown).any():
                     counts.unknown_bytes += self.tokenizer.unknown_bytes(text, row)
 
     def _joined(self, rows: list[NDArray[Any]], num_tokens: int) -> NDArray[Any]:
-        """All documents one after another, each with the end id behind it."""
+        """All documents one after another, each between the prefix and the end id."""
         ids = np.full(num_tokens, self._end_id, dtype=np.int32)
         start = 0
         for row in rows:
+            ids[start : start + len(self._prefix)] = self._prefix
+            start += len(self._prefix)
             ids[start : start + len(row)] = row
             start += len(row) + 1  # the end id is there already
         return ids

@@ -35,10 +35,11 @@ from megalite.corpus.unfinished import Chunks, Unfinished
 from megalite.data.fingerprint import checksum_files, fingerprint_files
 from megalite.data.indexed import dtype_for_vocab
 from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
-from megalite.data.tokenizer import Tokenizer, library_version
+from megalite.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_of
+from megalite.data.tokenizer_files import model_files
 from megalite.errors import DataError
 
-FORMAT = 2  # to be raised when the same text gives other files, so unfinished runs start over
+FORMAT = 3  # to be raised when the same text gives other files, so unfinished runs start over
 MAX_UNKNOWN = 0.01  # share of the text
 
 
@@ -85,14 +86,14 @@ def prepare(
 ) -> PrepareReport:
     """Make an indexed dataset from a corpus, with a given or a trained tokenizer.
 
-    Give either `tokenizer`, a file, or the `vocab_size` of one to train. `num_workers` processes
-    encode; by default one per CPU. At most a share of `max_unknown` of the text's bytes may become
-    unknown ids. The work of an interrupted run is taken over, or dropped with `restart`. Raises
-    DataError for a bad setting, file or (under policy fail) document; then there is no dataset, but
-    finished chunks may be kept.
+    Give either `tokenizer`, a file or a folder, or the `vocab_size` of one to train. `num_workers`
+    processes encode; by default one per CPU. At most a share of `max_unknown` of the text's bytes
+    may be unknown to the tokenizer. The work of an interrupted run is taken over, or dropped with
+    `restart`. Raises DataError for a bad setting, file or (under policy fail) document; then there
+    is no dataset, but finished chunks may be kept.
     """
     _check_choice(tokenizer, vocab_size, model_type)
-    given = None if tokenizer is None else Tokenizer(tokenizer)
+    given = None if tokenizer is None else open_tokenizer(tokenizer)
     workers = num_cpus() if num_workers is None else num_workers
     _check_numbers(vocab_size, workers, max_unknown)
 
@@ -104,7 +105,7 @@ def prepare(
         if given is None:
             settings = {"vocab_size": vocab_size, "model_type": model_type or "bpe"}
             trained = trained_tokenizer(corpus, unfinished, settings, on_progress)
-            given = Tokenizer.from_bytes(trained.content, f"{out_prefix}.model")
+            given = tokenizer_of(model_files(trained.content, f"{out_prefix}.model"))
         trained_s = time.perf_counter()
 
         # The source is read again for encoding; it may have changed since the training.
@@ -117,7 +118,7 @@ def prepare(
 
     return PrepareReport(
         prefix=out_prefix,
-        tokenizer=str(given.path),
+        tokenizer=str(given.files.path),
         sidecar=sidecar,
         counts=done.counts,
         training=None if trained is None else trained.report,
@@ -143,7 +144,7 @@ def _check_choice(
     if (tokenizer is None) == (vocab_size is None):
         raise DataError(
             f"{'no' if tokenizer is None else 'both a'} tokenizer and vocabulary size given; give "
-            "one of them: --tokenizer FILE to use a tokenizer, or --vocab-size N to train one"
+            "one of them: --tokenizer PATH to use a tokenizer, or --vocab-size N to train one"
         )
     if tokenizer is not None and model_type is not None:
         raise DataError(
@@ -166,8 +167,8 @@ def _options(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """All that decides about the result of a chunk, but its content and the policy."""
     return {
         "format": FORMAT,
-        "sentencepiece": library_version(),
-        "tokenizer": tokenizer.sha256,
+        "library": tokenizer.library,
+        "tokenizer": tokenizer.files.sha256,
         "source": corpus.description,
         "key": corpus.key,
         "max_bytes": corpus.max_bytes,
@@ -265,7 +266,7 @@ def _check_unknown(tokenizer: Tokenizer, counts: Counts, max_unknown: float) -> 
     text_bytes = counts.corpus.text_bytes
     if counts.unknown_bytes > max_unknown * text_bytes:
         raise DataError(
-            f"tokenizer {tokenizer.path}: {counts.unknown_ids:,} unknown ids stand for "
+            f"tokenizer {tokenizer.files.path}: {counts.unknown_ids:,} unknown ids stand for "
             f"{counts.unknown_bytes:,} of {text_bytes:,} bytes of text "
             f"({counts.unknown_bytes / text_bytes:.2%}), and --max-unknown is {max_unknown:.2%}; "
             "use a tokenizer with byte fallback (--vocab-size trains one), or raise --max-unknown, "
@@ -298,8 +299,8 @@ def _publish(
         fingerprint=fingerprint_files(ids, index),
         checksum=checksum_files(ids, index),
         tokenizer=TokenizerInfo(
-            file=str(tokenizer.path if trained is None else tokenizer.path.name),
-            sha256=tokenizer.sha256,
+            file=str(tokenizer.files.path if trained is None else tokenizer.files.path.name),
+            sha256=tokenizer.files.sha256,
             trained=trained is not None,
         ),
         source=SourceInfo(
@@ -315,7 +316,7 @@ def _publish(
     made = {".bin": ids}
     extras = {".json": sidecar.to_bytes()}
     if trained is not None:
-        extras[".model"] = tokenizer.content
+        extras[".model"] = tokenizer.files.content
     for suffix, content in extras.items():
         made[suffix] = unfinished.path("published" + suffix)
         write_synced(made[suffix], content)

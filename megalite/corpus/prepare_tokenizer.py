@@ -23,7 +23,7 @@ from megalite.corpus.documents import CorpusChunk, CorpusReport
 from megalite.corpus.publish import write_errors_as_data_errors, write_synced
 from megalite.corpus.tokenizer_training import ModelType, TrainReport, train_tokenizer
 from megalite.corpus.unfinished import Unfinished
-from megalite.data.tokenizer import library_version
+from megalite.data.sentencepiece_tokenizer import library_version
 from megalite.errors import DataError
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.fingerprint import checksum_files, fingerprint_files, sha256_file
+from megalite.data.fingerprint import checksum_files, fingerprint_files
 from megalite.data.indexed import IndexedDataset
 from megalite.data.sidecar import Sidecar, read_sidecar
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import Tokenizer, open_tokenizer
 from megalite.data.vocab import SCAN_TOKENS, largest_id
 from megalite.errors import DataError
 
@@ -75,8 +75,8 @@ def inspect_dataset(
 ) -> Inspection:
     """Inspect the dataset at `prefix`; raises DataError if it cannot be opened.
 
-    `tokenizer` is a file to use in place of the one that the sidecar names. The first `num_shown`
-    documents are shown, `shown_tokens` of each.
+    `tokenizer` is a file or folder to use in place of the one that the sidecar names. The first
+    `num_shown` documents are shown, `shown_tokens` of each.
     """
     if num_shown < 0 or shown_tokens < 1:
         raise DataError(
@@ -85,7 +85,7 @@ def inspect_dataset(
     data = IndexedDataset(prefix)
     sidecar = read_sidecar(data)
     found = Path(tokenizer) if tokenizer is not None else _tokenizer_file(prefix, sidecar)
-    model = None if found is None else Tokenizer(found)
+    model = None if found is None else open_tokenizer(found)
 
     # A dataset from elsewhere has no sidecar, and perhaps no tokenizer: then less can be checked.
     vocab_size = eos_id = None
@@ -119,12 +119,12 @@ def inspect_dataset(
 
 
 def _tokenizer_file(prefix: str, sidecar: Sidecar | None) -> Path | None:
-    """The tokenizer that the sidecar names, if the file exists: a trained one lies beside it."""
+    """The tokenizer that the sidecar names, if it exists: a trained one lies beside it."""
     if sidecar is None:
         return None
     name = sidecar.tokenizer.file
     path = Path(prefix).parent / name if sidecar.tokenizer.trained else Path(name)
-    return path if path.is_file() else None
+    return path if path.exists() else None
 
 
 def _check_index(data: IndexedDataset) -> Check:
@@ -143,11 +143,11 @@ def _check_sidecar(data: IndexedDataset, sidecar: Sidecar, model: Tokenizer | No
     if model is None:
         detail = f"{sidecar.tokenizer.file} is not there; give it with --tokenizer"
         return [*checks, Check("tokenizer", True, detail)]
-    digest = sha256_file(model.path)
+    digest, path = model.files.sha256, model.files.path
     same = digest == sidecar.tokenizer.sha256
-    detail = f"{model.path} made these ids"
+    detail = f"{path} made these ids"
     if not same:
-        detail = f"{model.path} has sha256 {digest}, ids were made by {sidecar.tokenizer.sha256}"
+        detail = f"{path} has sha256 {digest}, ids were made by {sidecar.tokenizer.sha256}"
     return [*checks, Check("tokenizer", same, detail)]
 
 

@@ -8,7 +8,6 @@ names that the user gave.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalite.data.fingerprint import checksum_files
 from megalite.data.indexed import IndexedDataset, file_of
+from megalite.data.tokenizer_files import read_tokenizer_files
 from megalite.errors import DataError
 
 
@@ -111,9 +111,9 @@ def _require_same(what: str, data: IndexedDataset, found: str, stated: str) -> N
 
 
 def require_tokenizer(sidecar: Sidecar, prefix: str | Path, tokenizer: str) -> None:
-    """Raise DataError if data.tokenizer is not the file that made the dataset."""
+    """Raise DataError if data.tokenizer is not the one that made the dataset."""
     made_by = sidecar.tokenizer
-    found = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+    found = read_tokenizer_files(tokenizer).sha256
     if found != made_by.sha256:
         raise DataError(
             f"data.tokenizer={tokenizer} (sha256 {found[:12]}...) did not make "

@@ -1,115 +1,106 @@
-"""The sentencepiece tokenizer, loading and using it; corpus/tokenizer_training.py trains one.
+"""A tokenizer of either kind: what all of them offer, and opening one.
 
-Ids of bos, eos, pad and unk are added by code and never come from text: `</s>` in a document is
-about four ordinary pieces. encode() is the library's own encoding of the whole document. For a
-tokenizer that megalite trained, decode(encode(x)) is x for any text, except for one character:
-U+2581, by which sentencepiece itself denotes a space, comes back as a space.
+Ids of special tokens (bos, eos, pad, unk and those that chats are marked with) are added by code
+and never come from text: `</s>` in a document is about four ordinary pieces. Only `encode_special`
+makes them of text, which is for text that a chat template wrote.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import sentencepiece
 from numpy.typing import NDArray
 
-from megalite.errors import DataError
-
-SPACE = "\u2581"  # of the library, in pieces
+from megalite.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 
-class Tokenizer:
-    """A sentencepiece model, opened from its file; DataError if that is none or cannot be read."""
+class Tokenizer(Protocol):
+    """A loaded tokenizer; `sentencepiece_tokenizer.py` and `json_tokenizer.py` have the kinds."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            self.content = self.path.read_bytes()
-        except OSError as error:
-            raise DataError(f"tokenizer {path}: cannot be read: {error.strerror}") from error
-        self._processor = _load(self.content, str(path))
+    @property
+    def files(self) -> TokenizerFiles:
+        """What it was loaded from; its `path` is in messages, its `sha256` names it."""
 
-    @classmethod
-    def from_bytes(cls, content: bytes, name: str) -> Tokenizer:
-        """A tokenizer by the content of its file; `name` is its path in messages."""
-        tokenizer = cls.__new__(cls)
-        tokenizer.path, tokenizer.content = Path(name), content
-        tokenizer._processor = _load(content, name)
-        return tokenizer
+    @property
+    def library(self) -> str:
+        """Name and version of its library: another one may give other ids."""
 
     @property
     def vocab_size(self) -> int:
-        return int(self._processor.get_piece_size())
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
+        """One more than the largest id."""
 
     @property
     def bos_id(self) -> int | None:
-        return _id_or_none(self._processor.bos_id())
+        """The id that begins a text, if there is one; see `prefix_ids` for whether it does."""
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """The ids before each document: bos where the tokenizer's own settings add it, else []."""
 
     @property
     def pad_id(self) -> int | None:
-        return _id_or_none(self._processor.pad_id())
+        """The id of padding, if there is one."""
 
     @property
     def unk_id(self) -> int | None:
-        """The id of what the vocabulary lacks; never given by a model with byte fallback."""
-        return _id_or_none(self._processor.unk_id())
+        """The id of what the vocabulary lacks; a tokenizer of bytes never gives it."""
+
+    @property
+    def drops_unknown(self) -> bool:
+        """True if characters that the vocabulary lacks may give no id at all."""
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document; DataError if the model has none, or has it as plain text."""
-        found = _id_or_none(self._processor.eos_id())
-        if found is None:
-            raise DataError(
-                f"tokenizer {self.path}: has no end-of-sentence id (eos), which ends each "
-                "document; use a model that was trained with one, as a control piece"
-            )
-        return found
+        """The id that ends a document; DataError if there is none."""
+
+    @property
+    def special_texts(self) -> Mapping[str, int]:
+        """The texts that `encode_special` makes special tokens of, and their ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a whole text, without bos or eos."""
-        return [int(number) for number in self.encode_batch([text])[0]]
+        """Token ids of a whole text, without bos or eos; none is a special token's."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Token ids of each text as int32 arrays, without bos or eos; texts of at most 2 GiB.
+        """Token ids of each text as int32 arrays, as `encode` gives them; of at most 2 GiB each.
 
         Raises DataError for a text with a lone surrogate.
         """
-        encode = self._processor.encode
-        try:
-            return [encode(text.encode(), out_type="numpy") for text in texts]
-        except UnicodeEncodeError as error:
-            message = f"text holds a lone surrogate, which has no UTF-8 form: {error}"
-            raise DataError(message) from error
+
+    def encode_special(self, text: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Token ids [n] int32 of a text, special tokens too, and their characters [n, 2] int64.
+
+        Token t stands for the characters from [t, 0] up to [t, 1] of the text.
+        """
 
     def unknown_bytes(self, text: str, ids: NDArray[Any]) -> int:
-        """UTF-8 bytes of a text, normalised, that its ids equal to `unk_id` stand for.
+        """UTF-8 bytes of a text that its ids do not hold: they are unknown, or dropped.
 
-        One id stands for a whole run of unknown characters, so counts of ids say little.
+        One id may stand for a whole run of unknown characters, so counts of ids say little.
         """
-        pieces, unknown = self._processor.encode(text, out_type=str), self.unk_id
-        lost = (piece for piece, number in zip(pieces, ids, strict=True) if number == unknown)
-        return sum(len(piece.replace(SPACE, " ").encode()) for piece in lost)
 
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of token ids; control ids give nothing, incomplete UTF-8 gives U+FFFD.
+    def decode(self, ids: Sequence[int] | NDArray[Any], special: bool = False) -> str:
+        """The text of token ids; special tokens give nothing, or their text with `special`.
 
-        Raises DataError for an id outside the vocabulary.
+        Incomplete UTF-8 gives U+FFFD. Raises DataError for an id outside the vocabulary.
         """
-        plain = [int(number) for number in ids]
-        if plain and not 0 <= min(plain) <= max(plain) < self.vocab_size:
-            bad = next(number for number in plain if not 0 <= number < self.vocab_size)
-            raise DataError(
-                f"tokenizer {self.path}: id {bad} is not in its vocabulary of "
-                f"{self.vocab_size}; ids must be 0 to {self.vocab_size - 1}"
-            )
-        return str(self._processor.decode(plain))
+
+
+def open_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer at a path, a file or a folder; DataError if it is none or cannot be read."""
+    return tokenizer_of(read_tokenizer_files(path))
+
+
+def tokenizer_of(files: TokenizerFiles) -> Tokenizer:
+    """The tokenizer of these files. The library of its kind is imported here, and no other."""
+    if files.kind == "tokenizers":
+        from megalite.data.json_tokenizer import JsonTokenizer
+
+        return JsonTokenizer(files)
+    from megalite.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(files)
 
 
 def first_change(text: str, decoded: str) -> str:
@@ -118,27 +109,3 @@ def first_change(text: str, decoded: str) -> str:
     end = min(len(text), len(decoded))
     start = max(next((place for place, (one, other) in pairs if one != other), end) - 8, 0)
     return f"{text[start : start + 24]!r} comes back as {decoded[start : start + 24]!r}"
-
-
-def library_version() -> str:
-    """The version of sentencepiece: another one may give other ids."""
-    return str(sentencepiece.__version__)
-
-
-def _load(content: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        loaded = bool(content) and processor.LoadFromSerializedProto(content)
-    except RuntimeError:
-        loaded = False
-    if not loaded or processor.get_piece_size() < 1:
-        raise DataError(
-            f"tokenizer {name}: not a sentencepiece model ({len(content)} bytes); "
-            "give the .model file that sentencepiece or `megalite data prepare` wrote"
-        )
-    return processor
-
-
-def _id_or_none(number: int) -> int | None:
-    """An id of the library, which gives a negative one for a control piece that is missing."""
-    return number if number >= 0 else None

@@ -17,7 +17,7 @@ from megalite.checkpoint.load import load
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.config import PipelineConfig, RunConfig
 from megalite.config.saved import saved_config
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import Tokenizer, open_tokenizer
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.precision import DTYPES
 from megalite.errors import ConfigError, DataError
@@ -72,7 +72,7 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
             "the run was trained without data.tokenizer, so it can neither read nor write text; "
             "resume it with data.tokenizer=FILE, which its next checkpoint then names"
         )
-    return Tokenizer(config.data.tokenizer)
+    return open_tokenizer(config.data.tokenizer)
 
 
 def generate(

@@ -134,7 +134,7 @@ def _check_ids(dataset: TokenDataset, path: str, config: RunConfig) -> None:
 
 
 def _check_tokenizer(dataset: TokenDataset, path: str, config: RunConfig) -> None:
-    if config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
+    if config.data.tokenizer is not None and Path(config.data.tokenizer).exists():
         require_own_tokenizer(dataset, config)
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from megalite.cli.main import app
 from megalite.corpus import sources
 from megalite.data.indexed import IndexedDataset
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import open_tokenizer
 
 TEXTS = [f"text number {n}\n" * (n % 5 + 1) for n in range(60)]
 BAD_LINES = (b"x" * 999 + b"\n") * 1200  # more than one chunk
@@ -61,7 +61,7 @@ def test_a_tokenizer_is_trained_reported_and_used(source: Path, tmp_path: Path) 
     code, stdout, _ = invoke("prepare", source, "--out", prefix, *options)
     assert code == 0
     assert f"tokenizer  {out} (284 entries)" in stdout
-    tokenizer = Tokenizer(out)
+    tokenizer = open_tokenizer(out)
     found = IndexedDataset(prefix).sequence(60).tolist()
     assert found == [*tokenizer.encode("long line " * 1000), tokenizer.eos_id]
 

@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from megalite.cli.data.prepare import app
 from megalite.corpus import documents, sources
 from megalite.corpus.merge import merge
 from megalite.data.dataset import TokenDataset
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.inspection import inspect_dataset
+from megalite.data.sidecar import require_tokenizer
+from megalite.data.tokenizer import open_tokenizer
 from megalite.errors import DataError
 from tests.corpus.kit import prepare
+from tests.corpus.kit.hugging_face import bytes_tokenizer, words_tokenizer, write_folder
 
 TEXTS = ["def f(x):\n\treturn x\n" * 30, "a </s> b <s>\n" * 30, "é\r\n  indented\n" * 30]
 VOCAB_SIZE = 290
@@ -42,7 +46,7 @@ def test_documents_come_back_each_with_one_end_id(tmp_path: Path, source: str) -
     report = prepare(source, str(tmp_path / "out"), vocab_size=VOCAB_SIZE)
     assert names(tmp_path) == ["out.bin", "out.idx", "out.json", "out.model"]
     data = TokenDataset(tmp_path / "out")
-    tokenizer = Tokenizer(tmp_path / "out.model")
+    tokenizer = open_tokenizer(tmp_path / "out.model")
     for number, text in enumerate(TEXTS):
         ids = data.indexed.sequence(number).tolist()
         assert ids == [*tokenizer.encode(text), tokenizer.eos_id]
@@ -61,8 +65,35 @@ def test_sidecar_describes_the_dataset(tmp_path: Path, source: str) -> None:
     assert sidecar.max_id == data.indexed.read(0, data.num_tokens).max()
     assert sidecar.fingerprint == data.fingerprint
     assert sidecar.tokenizer.file == "out.model"
-    assert sidecar.tokenizer.sha256 == Tokenizer(tmp_path / "out.model").sha256
+    assert sidecar.tokenizer.sha256 == open_tokenizer(tmp_path / "out.model").files.sha256
     assert sidecar.source.text_bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_hugging_face_folder_makes_its_own_ids(tmp_path: Path, source: str, workers: int) -> None:
+    folder = write_folder(tmp_path / "hf", bytes_tokenizer(adds_bos=True))
+    out = str(tmp_path / "out")
+    report = prepare(source, out, tokenizer=str(folder), num_workers=workers)
+    stock = AutoTokenizer.from_pretrained(folder)
+    data = TokenDataset(out)
+    for number, text in enumerate(TEXTS):
+        wanted = [*stock.encode(text), stock.eos_token_id]
+        assert data.indexed.sequence(number).tolist() == wanted
+    assert (report.counts.round_trips_exact, report.counts.unknown_bytes) == (3, 0)
+    assert inspect_dataset(out).good
+    require_tokenizer(report.sidecar, out, str(folder / "tokenizer.json"))
+    with pytest.raises(DataError, match="did not make"):
+        require_tokenizer(report.sidecar, out, str(write_folder(tmp_path / "other")))
+
+
+def test_text_that_a_tokenizer_drops_counts_as_unknown(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "hf", words_tokenizer(unk=None))
+    (tmp_path / "a.txt").write_text("The fox \u4e2d\u6587 reads")
+    out = str(tmp_path / "out")
+    with pytest.raises(DataError, match="0 unknown ids stand for 6 of 20 bytes"):
+        prepare(str(tmp_path / "a.txt"), out, tokenizer=str(folder))
+    report = prepare(str(tmp_path / "a.txt"), out, tokenizer=str(folder), max_unknown=0.5)
+    assert report.sidecar.source.unknown_bytes == 6
 
 
 def test_given_tokenizer_gives_the_same_tokens(tmp_path: Path, source: str) -> None:

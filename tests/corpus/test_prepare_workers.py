@@ -25,7 +25,7 @@ from megalite.corpus.encoding import Encoder
 from megalite.corpus.prepare import PrepareReport
 from megalite.corpus.unfinished import Chunks, Unfinished
 from megalite.data.indexed import IndexedDataset
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import open_tokenizer
 from megalite.errors import DataError
 from tests.corpus.kit import make_tokenizer, prepare
 
@@ -484,7 +484,7 @@ def test_a_killed_worker_is_an_error_that_names_the_place(
 
 
 def test_a_worker_leaves_signals_to_its_parent_from_its_first_moment(work: Path) -> None:
-    worker = Worker(Encoder(Tokenizer(work / "t.model"), "text", "skip"))
+    worker = Worker(Encoder(open_tokenizer(work / "t.model"), "text", "skip"))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(worker._process.pid, number)
     chunk = CorpusChunk("lines", b'{"text": "a"}\n', "f", 1)
@@ -496,7 +496,7 @@ def test_a_worker_leaves_signals_to_its_parent_from_its_first_moment(work: Path)
 
 def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded by what is under way, in chunks and in bytes."""
-    encoder = Encoder(Tokenizer(work / "t.model"), "text", "skip")
+    encoder = Encoder(open_tokenizer(work / "t.model"), "text", "skip")
     given_out = 0
 
     def chunks() -> Iterator[CorpusChunk]:
@@ -517,7 +517,7 @@ def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.Monkey
 
 def test_a_run_without_workers_leaves_no_process(work: Path) -> None:
     """Workers end with the run that started them, however that ended: their input ends."""
-    encoder = Encoder(Tokenizer(work / "t.model"), "text", "skip")
+    encoder = Encoder(open_tokenizer(work / "t.model"), "text", "skip")
     worker = Worker(encoder)
     worker._to.close()
     assert worker._process.wait(60) == 0

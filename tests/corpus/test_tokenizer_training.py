@@ -21,7 +21,8 @@ from megalite.corpus.tokenizer_training import (
     cut_line,
     train_tokenizer,
 )
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_of
+from megalite.data.tokenizer_files import model_files
 from megalite.errors import DataError
 from tests.data.kit import PROPERTY
 
@@ -35,7 +36,7 @@ CODE = "\tif x:\r\n\n\n    y  =  '\u00e9\u65e5\U0001f600'   # \ufeff\u2585\x00 \
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     content, report = train_tokenizer([TEXT], VOCAB_SIZE, request.param)
     assert report.vocab_size == VOCAB_SIZE
-    return Tokenizer.from_bytes(content, "test.model")
+    return tokenizer_of(model_files(content, "test.model"))
 
 
 def test_ids_and_size(tokenizer: Tokenizer) -> None:
@@ -88,14 +89,14 @@ TRICKY = [
 def test_encoding_any_text_is_the_library_on_the_whole_document(
     tokenizer: Tokenizer, texts: list[str]
 ) -> None:
-    library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files.content)
     found = tokenizer.encode_batch(texts)
     assert [ids.tolist() for ids in found] == [library.encode(text) for text in texts]
     assert not {UNK_ID, BOS_ID, EOS_ID, PAD_ID} & {int(i) for ids in found for i in ids}
 
 
 def test_encoding_long_text_is_the_library_on_the_whole_document(tokenizer: Tokenizer) -> None:
-    library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files.content)
     assert tokenizer.encode(TEXT) == library.encode(TEXT)
     assert tokenizer.encode("") == []
 
@@ -130,7 +131,7 @@ def test_too_large_a_vocabulary_names_the_largest_feasible(
         train_tokenizer([text], 5000, model_type)
     largest = int(str(caught.value).split("largest feasible is ")[1].split(":")[0])
     content, _ = train_tokenizer([text], largest, model_type)
-    assert Tokenizer.from_bytes(content, "x").vocab_size == largest
+    assert tokenizer_of(model_files(content, "x")).vocab_size == largest
     with pytest.raises(DataError, match=f"largest feasible is {largest}"):
         train_tokenizer([text], largest + 1, model_type)
 
@@ -197,9 +198,9 @@ def test_sample_is_bounded_ordered_and_the_same_each_time() -> None:
 def test_files_that_are_no_model_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.model").write_bytes(content)
     with pytest.raises(DataError, match=r"t\.model: not a sentencepiece model"):
-        Tokenizer(tmp_path / "t.model")
+        open_tokenizer(tmp_path / "t.model")
     with pytest.raises(DataError, match="cannot be read"):
-        Tokenizer(tmp_path / "missing.model")
+        open_tokenizer(tmp_path / "missing.model")
 
 
 def test_model_without_an_end_id_is_refused_when_asked() -> None:
@@ -212,7 +213,7 @@ def test_model_without_an_end_id_is_refused_when_asked() -> None:
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    tokenizer = Tokenizer.from_bytes(model.getvalue(), "foreign.model")
+    tokenizer = tokenizer_of(model_files(model.getvalue(), "foreign.model"))
     with pytest.raises(DataError, match=r"foreign\.model: has no end-of-sentence id"):
         _ = tokenizer.eos_id
     assert tokenizer.pad_id is None
@@ -229,8 +230,17 @@ def test_a_model_whose_end_id_is_text_is_refused() -> None:
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    tokenizer = Tokenizer.from_bytes(model.getvalue(), "foreign.model")
+    tokenizer = tokenizer_of(model_files(model.getvalue(), "foreign.model"))
     library = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     assert library.piece_to_id("</s>") in tokenizer.encode("a</s>b")
     with pytest.raises(DataError, match=r"foreign\.model: has no end-of-sentence id .* control"):
         _ = tokenizer.eos_id
+
+
+def test_control_pieces_in_marked_text_become_their_ids(tokenizer: Tokenizer) -> None:
+    ids, spans = tokenizer.encode_special("<s>hello 中</s>x")
+    assert ids[0] == tokenizer.bos_id
+    assert tokenizer.eos_id in ids.tolist()
+    assert tokenizer.decode(ids, special=True).replace(" ", "") == "<s>hello中</s>x"
+    # Each byte of a character that is no piece stands for the whole character.
+    assert [tuple(span) for span in spans].count((9, 10)) == 3

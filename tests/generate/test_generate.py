@@ -20,7 +20,8 @@ from typer.testing import CliRunner, Result
 
 from megalite.checkpoint.find import find_checkpoint
 from megalite.cli.main import app
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_of
+from megalite.data.tokenizer_files import model_files
 from megalite.errors import ConfigError, DataError
 from megalite.generate.generate import generate, load_model, load_tokenizer, text_pieces
 from megalite.generate.sampling import Sampling
@@ -114,7 +115,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     (folder / "text.txt").write_text(text * 60)
     if request.param == "own":
         prepare(str(folder / "text.txt"), str(folder / "data"), vocab_size=VOCAB)
-        return Tokenizer(folder / "data.model")
+        return open_tokenizer(folder / "data.model")
     content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text.splitlines() * 60),
@@ -124,7 +125,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         byte_fallback=True,
         minloglevel=2,
     )
-    return Tokenizer.from_bytes(content.getvalue(), "stock")
+    return tokenizer_of(model_files(content.getvalue(), "stock"))
 
 
 @given(st.data())

@@ -25,9 +25,9 @@ def inspect(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE",
+            metavar="PATH",
             parser=path,
-            help="Sentencepiece model to decode with (default: its own).",
+            help="Tokenizer to decode with, a file or a folder (default: its own).",
         ),
     ] = None,
     documents: Annotated[int, typer.Option(metavar="N", help="Documents to print.")] = 3,

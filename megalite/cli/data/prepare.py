@@ -43,9 +43,10 @@ def prepare(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE",
+            metavar="PATH",
             parser=path,
-            help="Sentencepiece model to use; --vocab-size trains one instead.",
+            help="Tokenizer to use: a sentencepiece model, a tokenizer.json, or a Hugging Face "
+            "folder; --vocab-size trains one instead.",
         ),
     ] = None,
     vocab_size: Annotated[
