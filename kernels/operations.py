@@ -66,6 +66,10 @@ class Kernels:
     swiglu_grad: Callable[..., tuple[Tensor, Tensor | None]] = activations.swiglu_grad
     gelu: One = activations.gelu
     gelu_grad: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = activations.gelu_grad
+    geglu: One = activations.geglu
+    geglu_grad: Callable[..., tuple[Tensor, Tensor | None]] = activations.geglu_grad
+    relu2: One = activations.relu2
+    relu2_grad: Callable[..., tuple[Tensor, Tensor | None]] = activations.relu2_grad
     dropout: Callable[..., tuple[Tensor, Tensor | None]] = masks.dropout_rows
     rotate_heads: One = rope.rotate_heads
     rotate: Three = rope.rotate

@@ -1,4 +1,6 @@
-"""GELU and SwiGLU in plain torch; shapes and types as in `plain.products`."""
+"""GELU, squared ReLU and gates (SwiGLU, GeGLU) in plain torch; shapes and types as in
+`plain.products`.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +107,22 @@ def _biased_blocks(
         yield block, z, da, buffers[:count]
 
 
+# --- squared ReLU --------------------------------------------------------------------------------
+
+
+def relu2(h_Tf: Tensor) -> Tensor:
+    """a[T, f] = max(h, 0)^2, rounded once."""
+    return torch.relu(h_Tf).square_()
+
+
+def relu2_grad(
+    da_Tf: Tensor, h_Tf: Tensor, recompute: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(dh[T, f] in the memory of h, a[T, f] if `recompute` or None) of `relu2`: 2 da max(h, 0)."""
+    a_Tf = relu2(h_Tf) if recompute else None
+    return h_Tf.relu_().mul_(2).mul_(da_Tf), a_Tf
+
+
 # --- SwiGLU --------------------------------------------------------------------------------------
 
 
@@ -183,3 +201,43 @@ def swiglu_grad(
             # dgate = up * (da * s * (1 - s) * gate + da * s) = up * lerp(dup, da, s)
             dgate.copy_(torch.lerp(dup_wide, da, h.work_Tf, out=da).mul_(h.up_Tf))
     return h_T2f, a_Tf
+
+
+# --- GeGLU ---------------------------------------------------------------------------------------
+
+
+def geglu(h_T2f: Tensor, *, erf: bool = False) -> Tensor:
+    """a[T, f] = gelu(h[:, :f]) * h[:, f:]; the first half is the gate. erf: as in `gelu`."""
+    a_Tf = h_T2f.new_empty(h_T2f.shape[0], h_T2f.shape[1] // 2)
+    for block, gate, up, _ in _gate_blocks(h_T2f, 0):
+        a_Tf[block] = gelu(gate, erf=erf).mul_(up)
+    return a_Tf
+
+
+def geglu_grad(
+    da_Tf: Tensor, h_T2f: Tensor, recompute: bool = False, *, erf: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(dh[T, 2f] in the memory of h, a[T, f] if `recompute` or None) of `geglu`.
+
+    dup = da * gelu(gate), dgate = da * up * gelu'(gate).
+    """
+    a_Tf = h_T2f.new_empty(da_Tf.shape) if recompute else None
+    dgate_Tf, dup_Tf = h_T2f.chunk(2, dim=-1)
+    for block, gate, up, (work,) in _gate_blocks(h_T2f, 1):
+        gelu_Tf, da = gelu(gate, erf=erf), da_Tf[block]
+        if a_Tf is not None:
+            a_Tf[block] = torch.mul(gelu_Tf, up, out=work)
+        torch.mul(da, up, out=work)
+        dup_Tf[block] = gelu_Tf.mul_(da)
+        dgate_Tf[block] = gelu_grad(work, gate, erf=erf)[0]
+    return h_T2f, a_Tf
+
+
+def _gate_blocks(h_T2f: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor, list[Tensor]]]:
+    """(rows, gate, up, buffers) of blocks of rows: copies in the summing dtype, to write over.
+
+    buffers: `count` tensors of the gate's shape.
+    """
+    f, dtype = h_T2f.shape[1] // 2, sum_dtype(h_T2f.dtype)
+    for block, (gate, up, *buffers) in blocks_and_buffers(h_T2f, [f] * (2 + count), dtype):
+        yield block, gate.copy_(h_T2f[block, :f]), up.copy_(h_T2f[block, f:]), buffers

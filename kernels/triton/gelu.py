@@ -1,7 +1,8 @@
-"""Bias + GeLU in Triton, forward and backward, in the tanh and the erf form.
+"""Bias + GeLU in Triton, forward and backward, in the tanh and the erf form; squared ReLU.
 
-    erf form:  a = z * Phi(z),  Phi(z) = (1 + erf(z / sqrt(2))) / 2,  z = h + bias
-    tanh form: Phi(z) is replaced by sigmoid(2 u),  u = sqrt(2 / pi) * (z + 0.044715 z^3)
+    erf form:     a = z * Phi(z),  Phi(z) = (1 + erf(z / sqrt(2))) / 2,  z = h + bias
+    tanh form:    Phi(z) is replaced by sigmoid(2 u),  u = sqrt(2 / pi) * (z + 0.044715 z^3)
+    squared ReLU: Phi(z) is replaced by max(z, 0)
 
 sigmoid(2 u) equals the usual (1 + tanh(u)) / 2. The gradient overwrites h; the bias gradient is
 summed by a fixed number of programs, whose partial rows `add_column_sums_` adds in order.
@@ -29,9 +30,12 @@ from megalite.kernels.triton.tables import choose
 
 
 @triton.jit
-def _phi_and_slope(z, ERF: tl.constexpr):
+def phi_and_slope(z, ERF: tl.constexpr, RELU2: tl.constexpr = False):
     """(Phi(z), d(z Phi(z)) / dz)."""
-    if ERF:
+    if RELU2:
+        phi = tl.where(z < 0.0, 0.0, z)  # NaN stays
+        slope = 2.0 * phi
+    elif ERF:
         phi = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
         slope = phi + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
     else:
@@ -53,6 +57,7 @@ def _gelu_kernel(
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
     ERF: tl.constexpr,
+    RELU2: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +65,7 @@ def _gelu_kernel(
     z = tl.load(h_ptr + row * h_stride + column, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         z += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    phi, _ = _phi_and_slope(z, ERF)
+    phi, _ = phi_and_slope(z, ERF, RELU2)
     a = (z * phi).to(a_ptr.dtype.element_ty)
     tl.store(a_ptr + row * a_stride + column, a, mask=inside)
 
@@ -79,6 +84,7 @@ def _gelu_grad_kernel(
     COLUMNS: tl.constexpr,
     BIAS: tl.constexpr,
     ERF: tl.constexpr,
+    RELU2: tl.constexpr,
 ):
     program = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -95,7 +101,7 @@ def _gelu_grad_kernel(
         h_at = h_ptr + (row * h_stride)[:, None] + column[None, :]
         da = tl.load(da_at, mask=inside, other=0.0).to(tl.float32)
         z = tl.load(h_at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
-        _, slope = _phi_and_slope(z, ERF)
+        _, slope = phi_and_slope(z, ERF, RELU2)
         dz = da * slope
         tl.store(h_at, dz.to(h_ptr.dtype.element_ty), mask=inside)
         if BIAS:
@@ -117,23 +123,7 @@ def gelu(h_Tf: Tensor, bias_f: Tensor | None = None, *, erf: bool = False) -> Te
 
     Raises TypeError, ValueError.
     """
-    _check("gelu", h_Tf, bias_f)
-    tokens, columns = h_Tf.shape
-    a_Tf = h_Tf.new_empty(tokens, columns)
-    if a_Tf.numel():
-        use = choose("gelu")
-        _gelu_kernel[(tokens, cdiv(columns, use["block"]))](
-            h_Tf,
-            bias_f,
-            a_Tf,
-            columns,
-            h_Tf.stride(0),
-            columns,
-            BIAS=bias_f is not None,
-            ERF=erf,
-            **use["launch"],
-        )
-    return a_Tf
+    return _forward("gelu", h_Tf, bias_f, erf=erf, relu2=False)
 
 
 def gelu_backward_(
@@ -148,11 +138,84 @@ def gelu_backward_(
 
     Raises TypeError, ValueError.
     """
-    _check("gelu_grad", h_Tf, bias_f)
+    return _backward_("gelu_grad", h_Tf, da_Tf, bias_f, erf=erf, relu2=False, programs=programs)
+
+
+def gelu_grad(
+    da_Tf: Tensor,
+    h_Tf: Tensor,
+    recompute: bool = False,
+    bias_f: Tensor | None = None,
+    *,
+    erf: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dh[T, f] in the memory of h, a[T, f] if `recompute`, dbias[f] with a bias) of `gelu`."""
+    a_Tf = gelu(h_Tf, bias_f, erf=erf) if recompute else None
+    dbias_Pf = gelu_backward_(h_Tf, da_Tf, bias_f, erf=erf)
+    increment_version(h_Tf)  # makes autograd refuse a second backward through the same graph
+    if dbias_Pf is None:
+        return h_Tf, a_Tf, None
+    dbias_f = dbias_Pf.new_zeros(dbias_Pf.shape[1])
+    add_column_sums_(dbias_f, dbias_Pf)
+    return h_Tf, a_Tf, dbias_f
+
+
+def relu2(h_Tf: Tensor) -> Tensor:
+    """a[T, f] = max(h, 0)^2. Raises TypeError, ValueError."""
+    return _forward("relu2", h_Tf, None, erf=False, relu2=True)
+
+
+def relu2_grad(
+    da_Tf: Tensor, h_Tf: Tensor, recompute: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(dh[T, f] in the memory of h, a[T, f] if `recompute` or None) of `relu2`.
+
+    Raises TypeError, ValueError.
+    """
+    a_Tf = relu2(h_Tf) if recompute else None
+    _backward_("relu2_grad", h_Tf, da_Tf, None, erf=False, relu2=True)
+    increment_version(h_Tf)  # makes autograd refuse a second backward through the same graph
+    return h_Tf, a_Tf
+
+
+def _forward(
+    operation: str, h_Tf: Tensor, bias_f: Tensor | None, *, erf: bool, relu2: bool
+) -> Tensor:
+    _check(operation, h_Tf, bias_f)
+    tokens, columns = h_Tf.shape
+    a_Tf = h_Tf.new_empty(tokens, columns)
+    if a_Tf.numel():
+        use = choose("gelu")
+        _gelu_kernel[(tokens, cdiv(columns, use["block"]))](
+            h_Tf,
+            bias_f,
+            a_Tf,
+            columns,
+            h_Tf.stride(0),
+            columns,
+            BIAS=bias_f is not None,
+            ERF=erf,
+            RELU2=relu2,
+            **use["launch"],
+        )
+    return a_Tf
+
+
+def _backward_(
+    operation: str,
+    h_Tf: Tensor,
+    da_Tf: Tensor,
+    bias_f: Tensor | None,
+    *,
+    erf: bool,
+    relu2: bool,
+    programs: int | None = None,
+) -> Tensor | None:
+    _check(operation, h_Tf, bias_f)
     tokens, columns = h_Tf.shape
     da_Tf = rows_readable(da_Tf)
-    check_shape("gelu_grad", (tokens, columns), da=da_Tf)
-    check_same("gelu_grad", "types", h=h_Tf.dtype, da=da_Tf.dtype)
+    check_shape(operation, (tokens, columns), da=da_Tf)
+    check_same(operation, "types", h=h_Tf.dtype, da=da_Tf.dtype)
 
     # The grid is as large as the device for any number of rows, so that sums keep their order.
     use = choose("gelu_grad")
@@ -174,25 +237,7 @@ def gelu_backward_(
             h_Tf.stride(0),
             BIAS=bias_f is not None,
             ERF=erf,
+            RELU2=relu2,
             **use["launch"],
         )
     return dbias_Pf
-
-
-def gelu_grad(
-    da_Tf: Tensor,
-    h_Tf: Tensor,
-    recompute: bool = False,
-    bias_f: Tensor | None = None,
-    *,
-    erf: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dh[T, f] in the memory of h, a[T, f] if `recompute`, dbias[f] with a bias) of `gelu`."""
-    a_Tf = gelu(h_Tf, bias_f, erf=erf) if recompute else None
-    dbias_Pf = gelu_backward_(h_Tf, da_Tf, bias_f, erf=erf)
-    increment_version(h_Tf)  # makes autograd refuse a second backward through the same graph
-    if dbias_Pf is None:
-        return h_Tf, a_Tf, None
-    dbias_f = dbias_Pf.new_zeros(dbias_Pf.shape[1])
-    add_column_sums_(dbias_f, dbias_Pf)
-    return h_Tf, a_Tf, dbias_f

@@ -16,8 +16,11 @@ from megalite.config.names import keys, nested, toml_value
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
 
-# Former names of settings, and settings that are gone with the value that means what happens now.
-RENAMED: Mapping[str, str] = {}
+# Former names of settings, each with the settings that have its value now, and settings that are
+# gone with the value that means what happens now.
+RENAMED: Mapping[str, tuple[str, ...]] = {
+    "model.linear_bias": ("model.attention_out_bias", "model.mlp_bias"),
+}
 REMOVED: Mapping[str, Any] = {}
 
 
@@ -29,11 +32,10 @@ def saved_config(tree: Any, where: str) -> RunConfig:
     problems: list[str] = []
     values: dict[str, Any] = {}
     for saved, value in _flat("", tree if isinstance(tree, dict) else {}):
-        name = RENAMED.get(saved, saved)
-        if name in keys():
-            values[name] = value
-        elif name not in REMOVED or REMOVED[name] != value:
-            problems.append(f"{name}={toml_value(value)}: this version has no such setting")
+        names = [name for name in RENAMED.get(saved, (saved,)) if name in keys()]
+        values |= dict.fromkeys(names, value)
+        if not names and (saved not in REMOVED or REMOVED[saved] != value):
+            problems.append(f"{saved}={toml_value(value)}: this version has no such setting")
     try:
         # Not strict: JSON has lists where a setting is a tuple.
         config = RunConfig.model_validate(nested(values), strict=False)

@@ -24,7 +24,7 @@ from megalite.config.shares import parse_split
 
 MAX_SEED = 2**63 - 1
 
-Activation = Literal["swiglu", "gelu_tanh"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
 
 
 class Section(BaseModel):
@@ -81,10 +81,12 @@ class ModelConfig(Section):
     rope_high_freq_factor: float = Field(default=4.0, gt=0)
     # llama3: tokens of the context length before scaling
     rope_original_max_position: int = Field(default=8192, ge=1)
-    # function of the feed-forward block; swiglu has a third matrix, the gate
+    # function of the feed-forward block; swiglu and geglu have a third matrix, the gate; gelu and
+    # geglu are exact, those in _tanh approximate; relu2 is squared ReLU
     activation: Activation = "swiglu"
     qkv_bias: bool = False  # biases of the query, key and value projections
-    linear_bias: bool = False  # biases of the output projection and of the feed-forward block
+    attention_out_bias: bool = False  # bias of attention's output projection
+    mlp_bias: bool = False  # biases of the feed-forward block
     qk_norm: bool = False  # RMSNorm over each query and key head
     # tokens that a token attends to, itself included; none: all before it
     sliding_window: int | None = Field(default=None, ge=1)
@@ -123,7 +125,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """True if the feed-forward block has a gate: a third matrix."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def has_dropout(self) -> bool:

@@ -1,4 +1,4 @@
-"""Feed-forward block, gated (SwiGLU) or not (GELU).
+"""Feed-forward block, gated (SwiGLU, GeGLU) or not (GELU, squared ReLU).
 
 A gated block packs gate and up projection into one of global shape [2, F, D] named `gate_up`; a
 plain one has `up` of shape [F, D].
@@ -15,7 +15,7 @@ from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) or down(gelu(up(x))); x is [T, D], or [t, D] under sp."""
+    """down(f(gate(x)) * up(x)) or down(f(up(x))); x is [T, D], or [t, D] under sp."""
 
     def __init__(
         self,

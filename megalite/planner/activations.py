@@ -201,7 +201,11 @@ def _reference_room(config: RunConfig, size: _Sizes) -> int:
     """Bytes that plain torch allocates for a block of the activation's input."""
     ffn, wide = size.activation_output // size.tokens, sum_bytes(config.train.dtype)
     widened = wide > BYTES[config.train.dtype]
-    if config.model.gated:
+    if config.model.activation == "relu2":
+        return 0  # all of it in place
+    if config.model.activation in ("geglu", "geglu_tanh"):
+        columns, across = 7 * ffn, 2 * ffn
+    elif config.model.gated:
         whole = min(2 * ffn, -(-ffn // 32) * 32)
         columns, across = whole + (3 * ffn if widened else 0), 2 * ffn
     else:

@@ -97,19 +97,19 @@ def layer_parameters(
         for kind in ("q", "k"):
             yield _norm_vector(f"{name}.attention.{kind}_norm.weight", layer, head, 1.0, True)
     shape = (hidden, heads * head)
-    yield from _row(model, f"{name}.attention.out", "attention_out", layer, shape, partial)
+    bias = model.attention_out_bias
+    yield from _row(model, f"{name}.attention.out", "attention_out", layer, shape, bias, partial)
 
     # A gated block packs gate and up projection into one, [2, F, D].
     yield from _norm(model, f"{name}.mlp_norm", layer, partial)
+    bias = model.mlp_bias
     if model.gated:
         gate_up, both = (2, ffn, hidden), Matrices(0, (1, 1))
-        bias = model.linear_bias
         yield from _column(model, f"{name}.mlp.gate_up", "mlp", layer, gate_up, 1, both, bias)
     else:
         up = (ffn, hidden)
-        bias = model.linear_bias
         yield from _column(model, f"{name}.mlp.up", "mlp", layer, up, 0, _ONE_MATRIX, bias)
-    yield from _row(model, f"{name}.mlp.down", "mlp", layer, (hidden, ffn), partial)
+    yield from _row(model, f"{name}.mlp.down", "mlp", layer, (hidden, ffn), bias, partial)
 
 
 def _table(model: ModelConfig, name: str, role: Role) -> ShardSpec:
@@ -173,14 +173,20 @@ def _column(
 
 
 def _row(
-    model: ModelConfig, name: str, role: Role, layer: int, shape: tuple[int, int], partial: bool
+    model: ModelConfig,
+    name: str,
+    role: Role,
+    layer: int,
+    shape: tuple[int, int],
+    bias: bool,
+    partial: bool,
 ) -> Iterator[ShardSpec]:
     """A row-parallel weight [D, F], and a bias that each rank adds to its own tokens."""
     init = Init(model.init_std / math.sqrt(2 * model.num_layers))
     yield ShardSpec(
         f"{name}.weight", shape, 1, role=role, layer=layer, init=init, matrices=_ONE_MATRIX
     )
-    if model.linear_bias:
+    if bias:
         yield ShardSpec(
             f"{name}.bias", shape[:1], role="bias", layer=layer, partial=partial, decay=False
         )

@@ -13,6 +13,7 @@ With tp = 1 the same lines run and no collective does anything. Weight gradients
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class RowParallelLinear(ShardedModule):
 
     Returns [T, D], or [t, D] under sequence parallelism, where each rank adds the whole bias to
     its own tokens. With an `activation`, the input is h and a = activation(h) is part of the layer
-    (h is [T, 2f] for swiglu); `keep_activation=False` recomputes it in the backward (same bits).
+    (h is [T, 2f] with a gate); `keep_activation=False` recomputes it in the backward (same bits).
     """
 
     def __init__(
@@ -109,7 +110,11 @@ class RowParallelLinear(ShardedModule):
         activations = {
             None: (None, None),
             "swiglu": (ops.swiglu, ops.swiglu_grad),
+            "geglu": (partial(ops.geglu, erf=True), partial(ops.geglu_grad, erf=True)),
+            "geglu_tanh": (ops.geglu, ops.geglu_grad),
+            "gelu": (partial(ops.gelu, erf=True), partial(ops.gelu_grad, erf=True)),
             "gelu_tanh": (ops.gelu, ops.gelu_grad),
+            "relu2": (ops.relu2, ops.relu2_grad),
         }
         self.activate, self.activate_grad = activations[activation]
         self.keep_activation = keep_activation

@@ -390,10 +390,10 @@ def test_a_value_that_switches_off_what_is_not_here_is_to_be_removed(
 
 
 def test_a_flag_is_not_off_by_what_follows_it(run_file: Path) -> None:
-    flags = ["--squared-relu", "--mock-data", "false", "--profile", "train.steps=3", "--fsdp"]
+    flags = ["--manual-gc", "--mock-data", "false", "--profile", "train.steps=3", "--fsdp"]
     result = CliRunner().invoke(app, ["train", str(run_file), *flags])
     assert [line.split(";")[1] for line in result.stderr.splitlines()] == [
-        " megalite has no squared ReLU",
+        " megalite has no control of garbage collection",
         " remove it",
         " megalite has no profiler",
         " megalite has no FSDP",

@@ -38,9 +38,10 @@ def test_a_family_gives_the_defaults_and_every_one_can_be_set(family: str) -> No
 def test_families_are_what_they_were_published_as() -> None:
     gpt2, qwen2, qwen3, mistral = (of(f).model for f in ("gpt2", "qwen2", "qwen3", "mistral"))
     assert (gpt2.norm, gpt2.positions, gpt2.activation) == ("layernorm", "learned", "gelu_tanh")
-    assert (gpt2.qkv_bias, gpt2.linear_bias, gpt2.tie_embeddings) == (True, True, True)
+    assert (gpt2.qkv_bias, gpt2.attention_out_bias, gpt2.mlp_bias) == (True, True, True)
+    assert gpt2.tie_embeddings
     assert gpt2.has_dropout
-    assert (qwen2.qkv_bias, qwen2.linear_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen2.qkv_bias, qwen2.attention_out_bias, qwen2.mlp_bias) == (True, False, False)
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_size) == (False, True, 128)
     assert mistral.sliding_window == 4096
     assert not of("llama").model.has_dropout

@@ -32,10 +32,18 @@ def test_settings_that_an_older_version_did_not_have_are_defaults(tree: dict[str
 def test_a_renamed_setting_is_read_by_its_former_name(
     tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved, "RENAMED", {"optimiser.rate": "optimizer.lr"})
+    monkeypatch.setattr(saved, "RENAMED", {"optimiser.rate": ("optimizer.lr", "optimizer.min_lr")})
     del tree["optimizer"]["lr"]
     tree["optimiser"] = {"rate": 0.5}
-    assert saved_config(tree, "here").optimizer.lr == 0.5
+    optimizer = saved_config(tree, "here").optimizer
+    assert (optimizer.lr, optimizer.min_lr) == (0.5, 0.5)
+
+
+def test_a_bias_of_both_blocks_is_one_of_each_now(tree: dict[str, Any]) -> None:
+    del tree["model"]["attention_out_bias"], tree["model"]["mlp_bias"]
+    tree["model"]["linear_bias"] = True
+    model = saved_config(tree, "here").model
+    assert (model.attention_out_bias, model.mlp_bias) == (True, True)
 
 
 def test_a_removed_setting_is_nothing_only_with_the_value_that_stayed(

@@ -146,10 +146,10 @@ def test_our_own_products_are_those_of_the_count(variant) -> None:
     assert products == pytest.approx(want, rel=0.01)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh", "gelu", "relu2"])
 def test_a_gate_is_a_third_matrix(activation) -> None:
     config = model_config(activation=activation)
-    matrices = {"swiglu": 3, "gelu_tanh": 2}[activation]
+    matrices = 3 if "glu" in activation else 2
     assert forward_flops(config, 8).mlp == 2 * matrices * config.num_layers * 16 * 20
 
 

@@ -30,6 +30,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama3": {"family": "llama", "rope_scaling": "llama3", "rope_original_max_position": 40},
 }
+# Traits of published models, several in one model, each at a few layouts (test_traits.py).
+TRAITS: dict[str, dict[str, Any]] = {
+    "gated gelu": {"family": "llama", "activation": "geglu", "mlp_bias": True},
+    "squared relu": {"family": "llama", "activation": "relu2", "attention_out_bias": True},
+}
 DROPOUT = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
@@ -102,7 +107,7 @@ def model_of(case: Case, num_layers: int) -> ModelConfig:
         "vocab_pad_multiple": 4,
         "tie_embeddings": case.tied,
         **dict.fromkeys(DROPOUT, 0.2 if case.dropout else 0.0),
-        **FAMILIES[case.family],
+        **{**FAMILIES, **TRAITS}[case.family],
     }
     return ModelConfig.model_validate(settings)
 

@@ -38,6 +38,9 @@ LAYOUTS: list[tuple[Case, Changes]] = [
         Case(m=2, micro_batch=4, pp=3),
         {"model": {"residual_dropout": 0.1, "embedding_dropout": 0.1}, "train": {"z_loss": 1e-3}},
     ),
+    (Case(m=2, micro_batch=4, pp=3), {"model": {"activation": "geglu", "mlp_bias": True}}),
+    (Case(m=2, micro_batch=4, pp=3), {"model": {"activation": "gelu"}}),
+    (Case(m=2, micro_batch=4, pp=3), {"model": {"activation": "relu2"}}),
     (  # so narrow a feed-forward that its working memory is no multiple of 32 columns
         Case(m=2, micro_batch=4, pp=3),
         {

@@ -78,7 +78,7 @@ def test_its_weights_generate_the_same_text(folder: Path) -> None:
 # Settings of the manifest as another version would have them: what is changed there, what the
 # tables of this one say, and what is wrong in the end.
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "renamed": ({"train.tag": 1}, {"RENAMED": {"train.tag": "log.interval"}}, ""),
+    "renamed": ({"train.tag": 1}, {"RENAMED": {"train.tag": ("log.interval",)}}, ""),
     "removed": ({"train.turbo": 0}, {"REMOVED": {"train.turbo": 0}}, ""),
     "removed with effect": ({"train.turbo": 2}, {"REMOVED": {"train.turbo": 0}}, "train.turbo=2"),
     "unknown": ({"model.twist": 3}, {}, "model.twist=3"),
@@ -100,7 +100,7 @@ def test_settings_of_another_version_are_read_alike_by_all(
 
     rewrite(folder / checkpoint, change)
     for name, table in tables.items():
-        monkeypatch.setattr(saved, name, table)
+        monkeypatch.setattr(saved, name, {**getattr(saved, name), **table})
     alone = ("train", "run.toml", "parallel.tp=1", "parallel.dp=1")
     for arguments in (
         alone,

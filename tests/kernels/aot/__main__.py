@@ -30,8 +30,8 @@ from megalite.kernels.triton.cast import scale_cast
 from megalite.kernels.triton.dropout import dropout
 from megalite.kernels.triton.embedding import embedding_grad_
 from megalite.kernels.triton.rope import rotate, rotate_grad_
+from megalite.kernels.triton.swiglu import geglu, geglu_grad, swiglu_grad
 from megalite.kernels.triton.swiglu import swiglu as gated
-from megalite.kernels.triton.swiglu import swiglu_grad
 from tests import ROOT
 from tests.kernels.aot.kit import describe, recording
 
@@ -159,6 +159,9 @@ def one_token() -> None:
     _, s, _, rstd = norm.norm(x, weight, None, 1e-5)
     norm.norm_grad(x, s, weight, None, rstd)
     swiglu_grad(gated(x), x)
+    geglu_grad(geglu(x), x)
+    geglu_grad(geglu(x, erf=True), x, True, erf=True)
+    gelu.relu2_grad(gelu.relu2(x), x)
     gelu.gelu_backward_(x, x, weight)
     table = empty(1, 8, dtype=torch.float32)
     rotate(empty(1, 1, 3, 16), table, table)

@@ -1,6 +1,8 @@
-"""RMSNorm, SwiGLU and rotary positions against autograd of their formulas in float64."""
+"""RMSNorm, activations and rotary positions against autograd of their formulas in float64."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -82,6 +84,60 @@ def test_swiglu(shape, strides, dtype) -> None:
     assert again is not None
     assert torch.equal(again, a)
     assert torch.equal(da, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strides", [*STRIDES, "expanded"])
+@pytest.mark.parametrize(("shape", "erf"), [((1, 1), True), ((7, 3), False), ((5, 34), True)])
+def test_geglu(shape, erf, strides, dtype) -> None:
+    tokens, width = shape
+    h = with_strides(draw(tokens, 2 * width, dtype=dtype), strides)
+    da = with_strides(draw(tokens, width, dtype=dtype, seed=1), strides)
+    if strides == "expanded":
+        da = da[:1, :1].expand(shape)
+    h64 = exact(h)
+    z, up = h64[:, :width], h64[:, width:]
+    inner = math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
+    share = torch.erf(z / math.sqrt(2)) if erf else torch.tanh(inner)
+    a64 = z * (1 + share) / 2 * up
+    a64.backward(da.double())
+    before = h.clone(), da.clone()
+
+    a = kernels.Kernels().geglu(h, erf=erf)
+    assert torch.equal(h, before[0])
+    dh, again = kernels.Kernels().geglu_grad(da, h, recompute=True, erf=erf)
+
+    assert dh is h
+    assert a.dtype == dtype
+    assert_matches(a, a64)
+    assert_matches(dh, h64.grad)
+    assert again is not None
+    assert torch.equal(again, a)
+    assert torch.equal(da, before[1])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("strides", [*STRIDES, "expanded"])
+def test_squared_relu(strides, dtype) -> None:
+    h = with_strides(draw(7, 5, dtype=dtype), strides)
+    da = with_strides(draw(7, 5, dtype=dtype, seed=1), strides)
+    if strides == "expanded":
+        da = da[:1, :1].expand(7, 5)
+    h64 = exact(h)
+    a64 = torch.where(h64 > 0, h64 * h64, 0.0)
+    a64.backward(da.double())
+    a = kernels.Kernels().relu2(h)
+    dh, again = kernels.Kernels().relu2_grad(da, h, recompute=True)
+    assert dh is h
+    assert a.dtype == dtype
+    unit = torch.finfo(dtype).eps
+    assert h64.grad is not None
+    assert ((a.double() - a64).abs() <= unit / 2 * a64).all()
+    assert ((dh.double() - h64.grad).abs() <= unit / 2 * h64.grad.abs()).all()
+    assert again is not None
+    assert torch.equal(again, a)
+    odd = torch.tensor([[float("nan"), -float("inf")]], dtype=dtype)
+    assert kernels.Kernels().relu2(odd).isnan().tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("other", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""SwiGLU, in place, and rotary embedding in Triton against float64."""
+"""SwiGLU and GeGLU, in place, and rotary embedding in Triton against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.triton.rope import rotate, rotate_grad_, rotate_heads
-from megalite.kernels.triton.swiglu import swiglu, swiglu_grad
+from megalite.kernels.triton.swiglu import geglu, geglu_grad, swiglu, swiglu_grad
 from tests.kernels.triton.kit.inputs import (
     DTYPES,
     assert_guards_untouched,
@@ -38,6 +38,28 @@ def test_swiglu_and_its_gradient_in_place(tokens: int, columns: int, dtype: torc
     assert again is not None
     assert torch.equal(again, a)
     assert_guards_untouched(whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "columns", "erf"), [(3, 37, True), (1, 1025, False)])
+def test_geglu_and_its_gradient_in_place(
+    tokens: int, columns: int, erf: bool, dtype: torch.dtype
+) -> None:
+    whole, h = guarded(rows_of_wider(3 * draw(tokens, 2 * columns, dtype=dtype)))
+    h64 = exact(h)
+    gate, up = h64.chunk(2, 1)
+    want = F.gelu(gate, approximate="none" if erf else "tanh") * up
+    a = geglu(h, erf=erf)
+    assert_near(a, want)
+    da = draw(tokens, columns, dtype=dtype, seed=1)
+    want.backward(da.double())
+    _, again = geglu_grad(rows_of_wider(da), h, recompute=True, erf=erf)
+    assert_near(h, h64.grad, backward=True)
+    assert again is not None
+    assert torch.equal(again, a)
+    assert_guards_untouched(whole)
+    with pytest.raises(ValueError, match="geglu: h has 3 columns, expected an even number"):
+        geglu(draw(2, 3))
 
 
 def test_swiglu_of_strided_extreme_and_absent_rows() -> None:

@@ -1,4 +1,4 @@
-"""Bias + GeLU in Triton against float64, and dropout against the reference's bits."""
+"""Bias + GeLU, squared ReLU against float64, and dropout against the bits of the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.kernels.plain import dropout as reference_dropout
 from megalite.kernels.triton.dropout import dropout
-from megalite.kernels.triton.gelu import gelu, gelu_backward_, gelu_grad
+from megalite.kernels.triton.gelu import gelu, gelu_backward_, gelu_grad, relu2, relu2_grad
 from megalite.kernels.triton.norm import add_column_sums_
 from tests.kernels.triton.kit.inputs import (
     DTYPES,
@@ -55,6 +55,24 @@ def test_gelu_and_its_gradient_in_place(
     assert (summed is None) == (bias64 is None)
     if bias64 is not None:
         assert_near(summed, bias64.grad, backward=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squared_relu_and_its_gradient_in_place(dtype: torch.dtype) -> None:
+    whole, h = guarded(rows_of_wider(2 * draw(3, 1030, dtype=dtype)))
+    h64 = exact(h)
+    want = F.relu(h64).square()
+    a = relu2(h)
+    assert_near(a, want)
+    da = rows_of_wider(draw(3, 1030, dtype=dtype, seed=2))
+    want.backward(da.double())
+    dh, again = relu2_grad(da, h, recompute=True)
+    assert dh is h
+    assert_near(h, h64.grad, backward=True)
+    assert again is not None
+    assert torch.equal(again, a)
+    assert_guards_untouched(whole)
+    assert relu2(torch.tensor([[torch.nan, -1.0]])).isnan().tolist() == [[True, False]]
 
 
 def test_gelu_of_extreme_far_and_absent_rows() -> None:

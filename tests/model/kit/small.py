@@ -39,12 +39,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {
         "norm": "layernorm",
         "qk_norm": True,
-        "linear_bias": True,
+        "activation": "geglu",
+        "attention_out_bias": True,
         "rope_fraction": 0.5,
         "sliding_window": 5,
         "attention_dropout": 0.3,
         "head_dim": 8,
     },
+    "geglu_tanh": {"activation": "geglu_tanh", "mlp_bias": True},
+    "gelu": {"activation": "gelu", "mlp_bias": True, "qkv_bias": True},
+    "relu2": {"activation": "relu2"},
 }
 CPU = torch.device("cpu")
 
@@ -184,14 +188,21 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
         shares = masks.drop_weights(shares, config.attention_dropout, batch.dropout, layer)
         return linear(torch.einsum("nts,snh->tnh", shares, v).flatten(1), f"{name}.out")
 
+    def bend(h: Tensor) -> Tensor:
+        inner = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
+        return {
+            "swiglu": h / (1 + torch.exp(-h)),
+            "gelu": h * (1 + torch.erf(h / math.sqrt(2))) / 2,
+            "gelu_tanh": h * (1 + torch.tanh(inner)) / 2,
+            "relu2": torch.where(h > 0, h * h, 0.0),
+        }[config.activation.replace("geglu", "gelu")]
+
     def feed_forward(x: Tensor, layer: int) -> Tensor:
         name = f"layers.{layer}.mlp"
-        if config.activation == "gelu_tanh":
-            h = linear(x, f"{name}.up")
-            inner = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
-            return linear(h * (1 + torch.tanh(inner)) / 2, f"{name}.down")
-        gate, up = linear(x, f"{name}.gate_up").chunk(2, -1)
-        return linear(F.silu(gate) * up, f"{name}.down")
+        if config.activation in ("swiglu", "geglu", "geglu_tanh"):
+            gate, up = linear(x, f"{name}.gate_up").chunk(2, -1)
+            return linear(bend(gate) * up, f"{name}.down")
+        return linear(bend(linear(x, f"{name}.up")), f"{name}.down")
 
     def drop(x: Tensor, layer: int, kind: str) -> Tensor:
         return masks.drop_rows(x, residual_p, batch.dropout, layer, kind)
