@@ -26,7 +26,7 @@ from megalite.cli.plan import plan
 from megalite.cli.report import report
 from megalite.cli.schedule import schedule
 from megalite.errors import EXIT_INTERRUPTED, EXIT_USER, ConfigError, MegaliteError
-from megalite.process.terminal import replace_unencodable
+from megalite.process.terminal import open_closed, replace_unencodable, reported_output
 
 if TYPE_CHECKING:
     from megalite.config import RunConfig
@@ -66,8 +66,9 @@ class _Megalite(Group):
         except MegaliteError as error:
             if ctx.params["traceback"]:
                 raise
-            for line in _lines(error):
-                typer.echo(line, err=True)
+            with contextlib.suppress(OSError):  # stderr on a full disk: the exit code is left
+                for line in _lines(error):
+                    typer.echo(line, err=True)
             raise typer.Exit(EXIT_USER) from None
 
 
@@ -236,8 +237,10 @@ def version() -> None:
 
 def main() -> None:
     """Run the command line. Characters that standard output cannot have are replaced."""
+    open_closed()
     replace_unencodable()
-    app(obj=join_words())
+    with reported_output():
+        app(obj=join_words())
 
 
 def _lines(error: MegaliteError) -> list[str]:

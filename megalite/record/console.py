@@ -5,7 +5,6 @@ Only rank 0 prints; every line also goes to the run's log.txt. Does not handle m
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from megalite.process.secrets import Redaction
+from megalite.process.terminal import discard_output
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -50,9 +50,7 @@ class _Stdout:
         try:
             work()
         except OSError as error:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)  # whatever else writes there, at exit too, goes on
-            os.close(null)
+            discard_output()
             self._on_loss(f"warning: standard output is gone ({error.strerror}); log.txt goes on")
 
 
