@@ -52,3 +52,7 @@ LAYOUT_GRADIENTS = {
 }
 # Losses of three steps at another layout, relative: the mean over tokens of what rounding moves.
 LAYOUT_LOSSES = {"float32": FLOAT32, "bfloat16": BFLOAT16_LOSS, "float16": 2e-3}
+
+# Logits of a model beside those of its stock class in transformers, float32, of magnitude near 1:
+# sums in other orders over a few layers; a wrong epsilon or base shows above 1e-3.
+EXCHANGE_FLOAT32 = 1e-5

@@ -22,11 +22,16 @@ Verify = Literal["sha256", "size"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint. `skipped`: the problems of newer ones that are bad, newest first."""
+    """A verified checkpoint, or another format's folder that is read as one.
+
+    `skipped`: the problems of newer ones that are bad, newest first. `notes`: what a reader of
+    another format reports.
+    """
 
     path: Path
     manifest: Manifest
     skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def find_latest(root: Path, ranks: Ranks = ALONE, verify: Verify = "sha256") -> Checkpoint | None:

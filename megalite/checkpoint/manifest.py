@@ -55,7 +55,7 @@ class FileEntry(_Strict):
 
 
 class StoredRectangle(_Strict):
-    """One stored rectangle of a global tensor: the tensor `key` of `file`."""
+    """One stored rectangle of a global tensor: the tensor `key` of `file`, or a view of it."""
 
     file: str
     key: str
@@ -66,6 +66,15 @@ class StoredRectangle(_Strict):
     def box(self) -> Rectangle:
         """The rectangle's place in the global tensor."""
         return Rectangle(self.offsets, self.sizes)
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """The shape of the whole stored tensor."""
+        return self.sizes
+
+    def view(self, stored: Any) -> Any:
+        """The rectangle in the whole stored tensor, as a view of `sizes`."""
+        return stored
 
 
 class TensorEntry(_Strict):

@@ -34,6 +34,7 @@ class NamedPiece:
     stop: int
     data: torch.Tensor
     owner: bool = True
+    num_true_rows: int | None = None  # rows from here on pad a vocabulary
 
     def __post_init__(self) -> None:
         box = Rectangle(tuple(self.local_offsets), tuple(self.local_shape))
@@ -79,6 +80,7 @@ class NamedPiece:
             stop=start + flat.numel(),
             data=flat,
             owner=owner,
+            num_true_rows=spec.num_true_rows,
         )
 
     def rectangles(self) -> list[tuple[Rectangle, torch.Tensor]]:

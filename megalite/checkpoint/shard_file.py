@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.disk import Disk
-from megalite.checkpoint.manifest import DTYPE_CODES, FileEntry
+from megalite.checkpoint.manifest import DTYPE_CODES, FileEntry, StoredRectangle
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle, split
 
@@ -82,12 +82,11 @@ def _header(parts: Sequence[tuple[str, torch.Tensor]]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class ShardRead:
-    """A copy to do: the box `part` of the stored tensor `key` to `target`."""
+    """A copy to do: the box `part` of a stored rectangle to `target`, of any type."""
 
-    key: str
-    sizes: tuple[int, ...]  # that the stored tensor must have
-    dtype: str  # that it must have
-    part: Rectangle  # offsets from the stored tensor's first element
+    stored: StoredRectangle
+    dtype: str  # that the stored tensor must have
+    part: Rectangle  # offsets from the rectangle's first element
     target: torch.Tensor  # of the part's sizes
 
 
@@ -107,15 +106,14 @@ def read_shard(path: Path, reads: Sequence[ShardRead]) -> None:
 
 
 def _copy(file: Any, read: ShardRead) -> None:
-    view = file.get_slice(read.key)
-    found = (tuple(view.get_shape()), view.get_dtype())
-    wanted = (read.sizes, DTYPES[read.dtype][1])
+    key = read.stored.key
+    entry = file.get_slice(key)
+    found = (tuple(entry.get_shape()), entry.get_dtype())
+    wanted = (read.stored.key_shape, DTYPES[read.dtype][1])
     if found != wanted:
-        raise RuntimeError(f"{read.key!r} is {found}, the manifest says {wanted}")
-    if read.sizes:
-        read.target.copy_(view[read.part.slices()])
-    else:
-        read.target.copy_(view[...])  # a 0-dim tensor has no dims to slice
+        raise RuntimeError(f"{key!r} is {found}, the manifest says {wanted}")
+    whole = file.get_tensor(key)  # of the mapping: nothing is read yet
+    read.target.copy_(read.stored.view(whole)[read.part.slices()])
 
 
 def _batches(reads: Sequence[ShardRead]) -> Iterator[list[ShardRead]]:
@@ -138,7 +136,7 @@ def _slabs(read: ShardRead) -> Iterator[ShardRead]:
     num_slabs = math.ceil(_span_bytes(read) / _CHUNK_BYTES)
     for slab in split(read.part, math.ceil(read.part.volume / num_slabs)):
         target = read.target[slab.relative_to(read.part).slices()]
-        yield ShardRead(read.key, read.sizes, read.dtype, slab, target)
+        yield ShardRead(read.stored, read.dtype, slab, target)
 
 
 def _span_bytes(read: ShardRead) -> int:
@@ -146,6 +144,7 @@ def _span_bytes(read: ShardRead) -> int:
 
     That many pages are mapped in: a cut of columns touches every row, and so all of them.
     """
-    strides = [math.prod(read.sizes[d + 1 :]) for d in range(len(read.sizes))]
+    sizes = read.stored.sizes
+    strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
     last = sum((size - 1) * s for size, s in zip(read.part.sizes, strides, strict=True))
-    return (last + 1) * read.target.element_size()
+    return (last + 1) * DTYPES[read.dtype][0].itemsize

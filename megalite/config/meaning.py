@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.config.effect import effective_window, without_effect
 from megalite.config.inputs import sources
-from megalite.config.names import value_of
+from megalite.config.names import keys, value_of
 from megalite.config.schema import RunConfig
 from megalite.config.shares import SPLIT_NAMES, blend_parts, decimal_fraction
 
@@ -25,6 +25,29 @@ def same_meaning(old: RunConfig, new: RunConfig, name: str) -> bool:
     if meaning is not None and meaning(old) == meaning(new):
         return True
     return name in without_effect(old) and name in without_effect(new)
+
+
+def function_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of [model] that decide what it computes, by dotted name.
+
+    Left out are those that only training uses, and those that have no effect in this model.
+    """
+    idle = {*without_effect(config), *_NO_FUNCTION}
+    names = [name for name in keys() if name.startswith("model.") and name not in idle]
+    found = {name: value_of(config, name) for name in names}
+    model = config.model
+    return found | {"model.num_kv_heads": model.kv_heads, "model.head_dim": model.head_size}
+
+
+# A family only gives defaults; padding rows are no tokens; the others are drawn in training.
+_NO_FUNCTION = (
+    "model.family",
+    "model.vocab_pad_multiple",
+    "model.embedding_dropout",
+    "model.attention_dropout",
+    "model.residual_dropout",
+    "model.init_std",
+)
 
 
 def _ramp_tokens(config: RunConfig) -> int | None:

@@ -49,6 +49,26 @@ _NEVER_SECTIONS = ("model",)
 _NEVER_KEYS = ("data.seq_length", "optimizer.name", "optimizer.moment_dtype")
 _NOT_NEVER = ("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout")
 
+# Of the model's settings those that decide which weights there are, and of what shape: weights of
+# another are never loaded. The others may differ between a model and the weights it starts from.
+_SHAPES = (
+    "family",
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_hidden_size",
+    "norm",
+    "positions",
+    "max_positions",
+    "qkv_bias",
+    "attention_out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "tie_embeddings",
+)
+
 # Together they decide when the run and its decay end; free as long as no learning rate moves.
 HORIZON = ("train.steps", "train.tokens", "optimizer.decay_steps", "optimizer.decay_tokens")
 
@@ -94,6 +114,7 @@ def _problem(name: str) -> str | None:
         return None
     if name not in keys():
         return f"--accept {name}: no such setting; {suggestion(name)[1]}"
-    if may_change(name) == "never":
+    is_function = name.startswith("model.") and name.removeprefix("model.") not in _SHAPES
+    if may_change(name) == "never" and not is_function:
         return f"--accept {name}: cannot change within a run; start a run with another name"
     return None

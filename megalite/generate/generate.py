@@ -49,7 +49,7 @@ def load_model(
         NamedPiece.of_shard(weights, spec, 1, 0, param.detach())
         for param, spec in chunk.named_params()
     ]
-    load(checkpoint, pieces, whole_kinds=(weights,))
+    load(checkpoint, pieces, whole_kinds=(weights,), vocab_size=config.model.vocab_size)
     return chunk, config
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config import RunConfig
 from megalite.config.inputs import sources
-from megalite.config.meaning import same_meaning
+from megalite.config.meaning import function_settings, same_meaning
 from megalite.config.names import keys, toml_value, value_of
 from megalite.config.resume import ALL_LISTED, DATA, HORIZON, Change, may_change
 from megalite.config.shares import MAX_PARTS
@@ -136,6 +136,38 @@ def require_accepted(changed: Sequence[Changed], accept: frozenset[str], where: 
     else:
         lines.append("restore the settings, or start a run with another name")
     raise CheckpointError("\n".join(lines))
+
+
+def require_same_function(
+    saved: RunConfig, config: RunConfig, accept: frozenset[str], where: str
+) -> list[str]:
+    """The model settings that differ from those of the weights `where`, in words, all accepted.
+
+    Raises CheckpointError with a line for each if one is not. Settings that decide the shapes of
+    weights are left to the loading, which names the tensor.
+    """
+    old, new = function_settings(saved), function_settings(config)
+    missing = object()
+    changed = [
+        Changed(name, value_of(saved, name), value_of(config, name), "accept")
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name, missing) != new.get(name, missing)
+    ]
+    if _shapes(saved) != _shapes(config):
+        return []
+    refused = [one for one in changed if one.name not in accept and ALL_LISTED not in accept]
+    if refused:
+        names = ",".join(one.name for one in changed)
+        lines = [f"{where} holds the weights of another model", *(one.text for one in refused)]
+        lines.append(f"set these as saved, or use the weights all the same with --accept {names}")
+        raise CheckpointError("\n".join(lines))
+    return [one.text for one in changed]
+
+
+def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's weights; of a vocabulary's table without its rows."""
+    specs = stage_parameters(config.model, whole_model(config.model))
+    return {s.name: s.shape if s.num_true_rows is None else s.shape[1:] for s in specs}
 
 
 def unused(changed: Sequence[Changed], accept: frozenset[str]) -> list[str]:

@@ -14,7 +14,6 @@ record/run_log.py writes the record, on rank 0.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 
@@ -322,9 +321,10 @@ class Trainer:
             self.at.restore(found)
         elif self.config.checkpoint.load_weights is not None:
             named = self.config.checkpoint.load_weights
-            source = load_weights(self.engine, Path(named))
-            self.at.weights_from = origin_record(named, source.path)
-            self.console.print(f"weights from {source.path}, everything else new")
+            source, lines = load_weights(self.engine, named, self.accept)
+            self.at.weights_from = origin_record(named, source)
+            for line in lines:
+                self.console.print(line)
 
     def _open_log(self) -> None:
         """Open the run folder on rank 0; write the record's first line and the console's header."""

@@ -37,7 +37,7 @@ class Position:
         self.changed: Sequence[Changed] = ()  # differences from the checkpoint resumed from
         self.saved_step: int | None = None
         self.losses: dict[int, float] = {}  # of checkpoint.keep_best, by step
-        self.weights_from: dict[str, str] | None = None  # see origin.py
+        self.weights_from: dict[str, Any] | None = None  # see origin.py
 
     @property
     def total_steps(self) -> int:

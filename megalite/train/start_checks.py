@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.find import find_checkpoint
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.names import checkpoints_of, list_steps
 from megalite.checkpoint.store import check_sizes
@@ -26,9 +27,15 @@ from megalite.data.indexed import file_of
 from megalite.data.inputs import require_own_tokenizer, split_source, whole_set
 from megalite.data.sidecar import require_checksum
 from megalite.errors import CheckpointError, DataError
+from megalite.exchange.folder import hf_folder, read_folder
 from megalite.layout.topology import Topology
 from megalite.process.launcher import Launch
-from megalite.train.changes import changed_settings, require_accepted, resumed_plan
+from megalite.train.changes import (
+    changed_settings,
+    require_accepted,
+    require_same_function,
+    resumed_plan,
+)
 from megalite.train.origin import check_origin
 
 CHECKED_BYTES = 1 << 30  # read and summed in less than a second
@@ -70,11 +77,14 @@ def start_problems(config: RunConfig) -> list[str]:
 
 
 def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
-    """Raise CheckpointError where the newest checkpoint is of other settings or other weights.
+    """Raise CheckpointError where what the run starts from is of other settings or other weights.
 
     config: resolved. A checkpoint that is damaged is left to the ranks, which look for a sound one.
     """
     steps = list_steps(checkpoints_of(config.folder))
+    named = config.checkpoint.load_weights
+    if not steps and named is not None:
+        _require_same_function(config, named, accept)
     if not steps:
         return
     _, path = steps[-1]
@@ -88,6 +98,19 @@ def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
     old = saved_config(manifest.config, str(path))
     require_accepted(changed_settings(old, config, plan, step), accept, path.name)
     check_origin(config, saved, step, path)
+
+
+def _require_same_function(config: RunConfig, named: str, accept: frozenset[str]) -> None:
+    """Compare the model with the weights that it begins from, as far as they can be read here."""
+    stock = hf_folder(named)
+    try:
+        if stock is not None:
+            saved = read_folder(stock).config
+        else:
+            saved = saved_config(find_checkpoint(Path(named), verify="size").manifest.config, named)
+    except CheckpointError:
+        return  # the ranks report it
+    require_same_function(saved, config, accept, named)
 
 
 def _data_problems(config: RunConfig) -> list[str]:
@@ -185,8 +208,15 @@ def _resume_problems(config: RunConfig) -> Iterator[str]:
 def _weights_problems(config: RunConfig) -> Iterator[str]:
     """A line for weights to begin from that are not there; a run that has saved needs none."""
     weights = config.checkpoint.load_weights
-    has_saved = bool(list_steps(checkpoints_of(config.folder)))
-    if weights is not None and not has_saved and not Path(weights).exists():
+    if weights is None or list_steps(checkpoints_of(config.folder)):
+        return
+    stock = hf_folder(weights)
+    if stock is not None:
+        try:
+            read_folder(stock)
+        except CheckpointError as error:
+            yield from str(error).splitlines()
+    elif not Path(weights).exists():
         yield (
             f"checkpoint.load_weights={weights}: no such folder below {Path.cwd()}; give a run's "
             "folder or one of its checkpoints"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megalite.checkpoint import shard_file
+from megalite.checkpoint.manifest import StoredRectangle
 from megalite.checkpoint.shard_file import ShardRead
 from megalite.layout.rectangles import Rectangle
 
@@ -24,6 +25,7 @@ def test_a_mapping_is_renewed_after_about_a_chunk(
     """Chunks of 64 bytes of a matrix with rows of 32; a cut of columns touches all rows."""
     monkeypatch.setattr(shard_file, "_CHUNK_BYTES", 64)
     target = torch.zeros(part.sizes)
-    batches = list(shard_file._batches([ShardRead("x", (16, 8), "float32", part, target)]))
+    stored = StoredRectangle(file="a", key="x", offsets=(0, 0), sizes=(16, 8))
+    batches = list(shard_file._batches([ShardRead(stored, "float32", part, target)]))
     assert [[read.part.sizes for read in batch] for batch in batches] == shapes
     assert sum(read.target.numel() for batch in batches for read in batch) == part.volume
