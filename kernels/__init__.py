@@ -25,15 +25,26 @@ from megalite.kernels.plain.products import (
     linear,
     linear_input_grad,
 )
-from megalite.kernels.plain.rope import RopeScaling, rope_tables, rotate, rotate_grad_
+from megalite.kernels.plain.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+    rope_tables,
+    rotate,
+    rotate_grad_,
+)
 
 __all__ = [
     "AttentionDropout",
     "Backend",
     "BackendError",
     "Kernels",
+    "LinearScaling",
+    "Llama3Scaling",
     "RopeScaling",
     "RowMap",
+    "YarnScaling",
     "accumulate_weight_grad_",
     "attention",
     "bias_grad",

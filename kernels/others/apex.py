@@ -113,7 +113,8 @@ def apex_adamw(device: torch.device) -> Callable[..., AdamWPlan]:
 
 
 class ApexNorm:
-    """RMSNorm by the extension behind apex.normalization.FusedRMSNorm, LayerNorm by `own` kernels.
+    """RMSNorm by the extension behind apex.normalization.FusedRMSNorm; by `own` kernels LayerNorm
+    and norms with an offset.
 
     Its weight gradient is summed in float32 but rounded to the weight's type.
     """
@@ -128,10 +129,12 @@ class ApexNorm:
         bias_D: Tensor | None,
         eps: float,
         residual_TD: Tensor | None = None,
+        *,
+        offset: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """See `plain.norms.norm`."""
-        if bias_D is not None:
-            return self._own.norm(x_TD, weight_D, bias_D, eps, residual_TD)
+        if bias_D is not None or offset:
+            return self._own.norm(x_TD, weight_D, bias_D, eps, residual_TD, offset=offset)
         s_TD = (x_TD if residual_TD is None else x_TD + residual_TD).contiguous()
         shape = [s_TD.shape[-1]]
         y_TD, rstd_T = self._extension.rms_forward_affine(s_TD, shape, weight_D.contiguous(), eps)
@@ -145,10 +148,13 @@ class ApexNorm:
         mean_T1: Tensor | None,
         rstd_T1: Tensor,
         ds_TD: Tensor | None = None,
+        *,
+        offset: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `plain.norms.norm_grad`."""
-        if mean_T1 is not None:
-            return self._own.norm_grad(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD)
+        if mean_T1 is not None or offset:
+            own = self._own.norm_grad
+            return own(dy_TD, s_TD, weight_D, mean_T1, rstd_T1, ds_TD, offset=offset)
         unused_eps = 0.0  # read only in the form that does not save its input
         dx_TD, dweight_D = self._extension.rms_backward_affine(
             dy_TD.contiguous(),

@@ -114,12 +114,13 @@ def sdpa_attention(
     v_TKH: Tensor,
     cu_seqlens: Sequence[int],
     drop: AttentionDropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """out[T, N, H]; documents of equal lengths go through one call, others through a call each."""
     _refuse(name, drop)
     try:
         with sdpa_kernel(_BACKENDS[name]):
-            return by_documents(q_TNH, k_TKH, v_TKH, cu_seqlens)
+            return by_documents(q_TNH, k_TKH, v_TKH, cu_seqlens, scale=scale)
     except RuntimeError as error:
         if "available kernel" not in str(error) and "viable backend" not in str(error):
             raise
@@ -157,6 +158,7 @@ def packed_attention(
     v_TKH: Tensor,
     mask: PackedMask,
     drop: AttentionDropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """out[T, N, H], with documents and windows."""
     # Checked here, because the package's own errors do not name the setting.
@@ -172,7 +174,7 @@ def packed_attention(
     bounds, longest, window = mask
     grouped = q_TNH.shape[1] != k_TKH.shape[1]
     out: Tensor = varlen_attn(
-        q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, window_size=window,
+        q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, scale=scale, window_size=window,
         enable_gqa=grouped,
     )  # fmt: skip
     return out

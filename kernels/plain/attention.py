@@ -44,9 +44,10 @@ def document_attention(
     v_TKH: Tensor,
     mask: DocumentMask,
     drop: AttentionDropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """out[T, N, H], differentiable by autograd; causal within the mask's documents."""
-    return attention(q_TNH, k_TKH, v_TKH, mask.cu_seqlens, mask.window, drop)
+    return attention(q_TNH, k_TKH, v_TKH, mask.cu_seqlens, mask.window, drop, scale)
 
 
 def attention(
@@ -56,18 +57,20 @@ def attention(
     cu_seqlens: Sequence[int],
     window: int | None = None,
     drop: AttentionDropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention within documents: out[T, N, H].
 
     cu_seqlens: document boundaries [0, ..., T]. A token sees itself and earlier tokens of its own
     document; with a `window` only the last `window` tokens, itself included. Query head n reads
-    key/value head n // (N / K). `drop` drops attention weights; that path holds L x L weights of
-    every head in memory. Raises ValueError.
+    key/value head n // (N / K). scale: the factor of the scores, 1 / sqrt(H) by default. `drop`
+    drops attention weights; that path holds L x L weights of every head in memory. Raises
+    ValueError.
     """
     if q_TNH.device.type == "cpu" and q_TNH.dtype in (torch.bfloat16, torch.float16):
         q, k, v = q_TNH.float(), k_TKH.float(), v_TKH.float()
-        return by_documents(q, k, v, cu_seqlens, window, drop).to(q_TNH.dtype)
-    return by_documents(q_TNH, k_TKH, v_TKH, cu_seqlens, window, drop)
+        return by_documents(q, k, v, cu_seqlens, window, drop, scale).to(q_TNH.dtype)
+    return by_documents(q_TNH, k_TKH, v_TKH, cu_seqlens, window, drop, scale)
 
 
 def by_documents(
@@ -77,6 +80,7 @@ def by_documents(
     cu_seqlens: Sequence[int],
     window: int | None = None,
     drop: AttentionDropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """`attention` as torch computes it in the tensors' type; those of 16 bits are slow on CPU."""
     check_documents(cu_seqlens, window)
@@ -92,11 +96,14 @@ def by_documents(
     if not lengths:
         return q_TNH.clone()
     if len(set(lengths)) == 1:
-        return _documents(q_TNH, k_TKH, v_TKH, lengths[0], window, drop)
+        return _documents(q_TNH, k_TKH, v_TKH, lengths[0], window, drop, scale)
     parts = (x.split(lengths) for x in (q_TNH, k_TKH, v_TKH))
     drops = [_moved(drop, start) for start, _ in documents]
     return torch.cat(
-        [_documents(q, k, v, len(q), window, d) for q, k, v, d in zip(*parts, drops, strict=True)]
+        [
+            _documents(q, k, v, len(q), window, d, scale)
+            for q, k, v, d in zip(*parts, drops, strict=True)
+        ]
     )
 
 
@@ -111,17 +118,18 @@ def _documents(
     length_tokens: int,
     window: int | None,
     drop: AttentionDropout | None,
+    scale: float | None,
 ) -> Tensor:
     """Attention of documents of one length, side by side."""
     heads = (x.view(-1, length_tokens, *x.shape[1:]) for x in (q_TNH, k_TKH, v_TKH))
     q, k, v = (x.transpose(1, 2) for x in heads)
     if drop is not None:
-        out = _with_dropout(q, k, v, window, drop)
+        out = _with_dropout(q, k, v, window, drop, scale)
     elif window is not None and window < length_tokens:
-        out = _windowed(q, k, v, window)
+        out = _windowed(q, k, v, window, scale)
     else:
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.transpose(1, 2).reshape(q_TNH.shape)
 
@@ -136,7 +144,7 @@ def _seen(queries: range, keys: range, window: int | None, device: torch.device)
     return seen if window is None else seen & (distance < window)
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
     """Attention in blocks of queries, each over the keys that one of them sees.
 
     That takes L x (window + block) scores instead of L x L. All shapes [documents, heads, L, H].
@@ -152,6 +160,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
                 k[:, :, block],
                 v[:, :, block],
                 attn_mask=_seen(queries, keys, window, q.device),
+                scale=scale,
                 enable_gqa=grouped,
             ).transpose(1, 2)
         )
@@ -159,7 +168,12 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, drop: AttentionDropout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    drop: AttentionDropout,
+    scale: float | None,
 ) -> Tensor:
     """Attention with all weights in memory, where dropout can act on them.
 
@@ -169,7 +183,8 @@ def _with_dropout(
     group = heads // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
     seen = _seen(range(length), range(length), window, q.device)
-    scores = (q @ k.transpose(2, 3)).mul_(head_dim**-0.5).masked_fill_(~seen, -torch.inf)
+    factor = head_dim**-0.5 if scale is None else scale
+    scores = (q @ k.transpose(2, 3)).mul_(factor).masked_fill_(~seen, -torch.inf)
     token = torch.arange(documents * length, device=q.device).view(documents, 1, length)
     token += drop.first_token
     plane = torch.arange(heads, device=q.device).view(1, heads, 1, 1) + drop.first_head

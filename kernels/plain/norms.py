@@ -103,11 +103,15 @@ def norm(
     bias_D: Tensor | None,
     eps: float,
     residual_TD: Tensor | None = None,
+    *,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(y[T, D], s[T, D], mean[T, 1], rstd[T, 1]) of s = x + residual, rounded before the norm.
 
-    LayerNorm if there is a bias, else RMSNorm, which has no mean (None).
+    LayerNorm if there is a bias, else RMSNorm, which has no mean (None). offset: added to the
+    weight in the summing dtype (1 for weights that are stored around 0).
     """
+    weight_D = _moved(weight_D, offset)
     s_TD = x_TD if residual_TD is None else x_TD + residual_TD
     if bias_D is None:
         y_TD, rstd_T1 = rms_norm(s_TD, weight_D, eps)
@@ -123,12 +127,15 @@ def norm_grad(
     mean_T1: Tensor | None,
     rstd_T1: Tensor,
     ds_TD: Tensor | None = None,
+    *,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx[T, D], dweight[P, D], dbias[P, D] or None) of `norm`; dx is the residual's gradient, too.
 
     Gradients of weight and bias are rows to be summed (`add_column_sums_`), here one. ds: the
     gradient that reaches s past the norm, added to dx.
     """
+    weight_D = _moved(weight_D, offset)
     if mean_T1 is None:
         dx_TD, *sums = rms_norm_grad(dy_TD, s_TD, weight_D, rstd_T1)
     else:
@@ -139,23 +146,35 @@ def norm_grad(
 
 
 def head_norm(
-    qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float
+    qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(y[T, k, g + 2, H], rstd): RMSNorm of each query head and key head; values are copied."""
     heads = qkv_TkgH[:, :, :-1]
-    normed, rstd = rms_norm(heads, _head_rows(heads, q_weight_H, k_weight_H), eps)
+    weight = _moved(_head_rows(heads, q_weight_H, k_weight_H), offset)
+    normed, rstd = rms_norm(heads, weight, eps)
     return torch.cat([normed, qkv_TkgH[:, :, -1:]], 2), rstd
 
 
 def head_norm_grad(
-    dy_TkgH: Tensor, qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, rstd: Tensor
+    dy_TkgH: Tensor,
+    qkv_TkgH: Tensor,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dqkv[T, k, g + 2, H], dq_weight[P, H], dk_weight[P, H]) of `head_norm`, rows to sum."""
     heads = qkv_TkgH[:, :, :-1]
-    weight = _head_rows(heads, q_weight_H, k_weight_H)
+    weight = _moved(_head_rows(heads, q_weight_H, k_weight_H), offset)
     dx, dweight = rms_norm_grad(dy_TkgH[:, :, :-1], heads, weight, rstd)
     dweight_gH = dweight.sum(0)
     return torch.cat([dx, dy_TkgH[:, :, -1:]], 2), dweight_gH[:-1], dweight_gH[-1:]
+
+
+def _moved(weight: Tensor, offset: float) -> Tensor:
+    """weight + offset, in the summing dtype so that a small weight keeps its digits."""
+    return weight if offset == 0 else weight.to(sum_dtype(weight.dtype)) + offset
 
 
 def _head_rows(heads: Tensor, q_weight_H: Tensor, k_weight_H: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,35 @@ from torch import Tensor
 from megalite.kernels.plain.blocks import block_elements, sum_dtype
 
 
-class RopeScaling(NamedTuple):
-    """Llama 3's frequencies for contexts longer than the model was first trained on.
+class RopeScaling(Protocol):
+    """Frequencies for contexts longer than the model was first trained on.
+
+    A pair keeps a share of its frequency, the rest of it is divided by `factor`; `gain` multiplies
+    rotated queries and keys.
+    """
+
+    @property
+    def factor(self) -> float: ...
+    @property
+    def gain(self) -> float: ...
+    def kept(self, rate_P: Tensor, theta: float) -> Tensor:
+        """The share that each pair keeps, 0 to 1. rate: radians a token, of base theta."""
+        ...
+
+
+class LinearScaling(NamedTuple):
+    """All frequencies divided by `factor`, as if positions were (arXiv 2306.15595)."""
+
+    factor: float
+    gain: float = 1.0
+
+    def kept(self, rate_P: Tensor, theta: float) -> Tensor:
+        """See `RopeScaling`."""
+        return torch.zeros_like(rate_P)
+
+
+class Llama3Scaling(NamedTuple):
+    """Llama 3's frequencies.
 
     The frequency of a pair that makes more than `high_freq_factor` revolutions in
     `original_max_position` tokens is kept. With fewer than `low_freq_factor` revolutions it is
@@ -24,6 +51,50 @@ class RopeScaling(NamedTuple):
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+    gain: float = 1.0
+
+    def kept(self, rate_P: Tensor, theta: float) -> Tensor:
+        """See `RopeScaling`."""
+        revolutions = self.original_max_position * rate_P / (2 * math.pi)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        return ((revolutions - low) / (high - low)).clamp(0, 1)
+
+
+class YarnScaling(NamedTuple):
+    """YaRN (arXiv 2309.00071, section 3.2), with the roundings of its published models.
+
+    Pairs that make more than `beta_fast` revolutions in `original_max_position` tokens keep their
+    frequency, those with fewer than `beta_slow` have it divided by `factor`. In between the share
+    falls linearly in the number of the pair. truncate: the ramp begins and ends at whole pairs.
+    attention_factor: multiplies rotated queries and keys; None: 0.1 ln(factor) + 1.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    @property
+    def gain(self) -> float:
+        """See `RopeScaling`."""
+        given = self.attention_factor
+        return 0.1 * math.log(self.factor) + 1 if given is None else given
+
+    def kept(self, rate_P: Tensor, theta: float) -> Tensor:
+        """See `RopeScaling`."""
+        pairs = len(rate_P)
+        first, last = (
+            pairs * math.log(self.original_max_position / (2 * math.pi * turns)) / math.log(theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        last += 0.001 if first == last else 0.0
+        pair = torch.arange(pairs, dtype=rate_P.dtype)
+        return 1 - ((pair - first) / (last - first)).clamp(0, 1)
 
 
 def rope_tables(
@@ -36,6 +107,7 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, each [length, R/2], of position * theta^(-2i/R), computed in float64.
 
+    A scaling changes the frequencies, and multiplies both tables by its gain.
     length_tokens: the number of positions. rotary_dim R: the number of elements of each head that
     are rotated, even; 0 gives tables without columns. Raises ValueError.
     """
@@ -48,16 +120,14 @@ def rope_tables(
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(1, rotary_dim)
     rate = theta**-exponent
     if scaling is not None:
-        revolutions = scaling.original_max_position * rate / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((revolutions - low) / (high - low)).clamp(0, 1)
+        kept = scaling.kept(rate, theta)
         rate = rate * (kept + (1 - kept) / scaling.factor)
 
     # In float64, because a float32 angle near 10^6 radians is off by up to 0.03.
     position = torch.arange(length_tokens, dtype=torch.float64)
     angle = torch.outer(position, rate)
-    dtype = sum_dtype(dtype)
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    dtype, gain = sum_dtype(dtype), 1.0 if scaling is None else scaling.gain
+    return (angle.cos() * gain).to(device, dtype), (angle.sin() * gain).to(device, dtype)
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:

@@ -393,9 +393,10 @@ def document_attention(
     v_TKH: Tensor,
     mask: Intervals,
     drop: AttentionDropout | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """out[T, N, H], differentiable once: RuntimeError in a backward with create_graph."""
-    o_TNH: Tensor = _Attention.apply(q_TNH, k_TKH, v_TKH, mask, drop)
+    o_TNH: Tensor = _Attention.apply(q_TNH, k_TKH, v_TKH, mask, drop, scale)
     return o_TNH
 
 
@@ -404,24 +405,30 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Intervals, drop: AttentionDropout | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Intervals,
+        drop: AttentionDropout | None,
+        scale: float | None,
     ) -> Tensor:
         # queries and keys are the same tokens
-        ctx.mask, ctx.drop = mask, None
+        ctx.mask, ctx.drop, ctx.scale = mask, None, scale
         if drop is not None:
             first = drop.first_token
             ctx.drop = Drop(drop.p, drop.key, first, first, drop.first_head)
-        o, lse = attention_forward(q, k, v, mask, drop=ctx.drop)
+        o, lse = attention_forward(q, k, v, mask, scale, drop=ctx.drop)
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         if torch.is_grad_enabled():  # as create_graph=True has it
             raise RuntimeError(
                 "attention: its gradient has none of its own, so that it would go missing in "
                 "silence; leave out create_graph, or set kernels.backend=reference"
             )
         q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = attention_grad(do, q, k, v, o, lse, ctx.mask, drop=ctx.drop)
-        return dq, dk, dv, None, None
+        dq, dk, dv = attention_grad(do, q, k, v, o, lse, ctx.mask, ctx.scale, drop=ctx.drop)
+        return dq, dk, dv, None, None, None

@@ -414,13 +414,13 @@ def _head_slices(heads: int, q_weight_H: Tensor, k_weight_H: Tensor) -> list[tup
 
 
 def head_norm(
-    qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float
+    qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(y[T, k, g + 2, H], rstd): RMSNorm of each query head and key head; values are copied."""
     y, rstds = torch.empty_like(qkv_TkgH), []
     for heads, weight in _head_slices(qkv_TkgH.shape[2], q_weight_H, k_weight_H):
         x = qkv_TkgH[:, :, heads]
-        normed, _, _, rstd = norm(x.flatten(0, 2), weight, None, eps)
+        normed, _, _, rstd = norm(x.flatten(0, 2), weight, None, eps, offset=offset)
         y[:, :, heads] = normed.view(x.shape)
         rstds.append(rstd.view(x.shape[:3]))
     y[:, :, -1] = qkv_TkgH[:, :, -1]
@@ -428,14 +428,20 @@ def head_norm(
 
 
 def head_norm_grad(
-    dy_TkgH: Tensor, qkv_TkgH: Tensor, q_weight_H: Tensor, k_weight_H: Tensor, rstd: Tensor
+    dy_TkgH: Tensor,
+    qkv_TkgH: Tensor,
+    q_weight_H: Tensor,
+    k_weight_H: Tensor,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dqkv[T, k, g + 2, H], dq_weight[P, H], dk_weight[P, H]) of `head_norm`, rows to sum."""
     dqkv, dweights = torch.empty_like(dy_TkgH), []
     for heads, weight in _head_slices(qkv_TkgH.shape[2], q_weight_H, k_weight_H):
         dy, x = dy_TkgH[:, :, heads].flatten(0, 2), qkv_TkgH[:, :, heads]
         rstd_T1 = rstd[:, :, heads].reshape(-1, 1)
-        dx, dweight, _ = norm_grad(dy, x.flatten(0, 2), weight, None, rstd_T1)
+        dx, dweight, _ = norm_grad(dy, x.flatten(0, 2), weight, None, rstd_T1, offset=offset)
         dqkv[:, :, heads] = dx.view(x.shape)
         dweights.append(dweight)
     dqkv[:, :, -1] = dy_TkgH[:, :, -1]

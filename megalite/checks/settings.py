@@ -163,10 +163,21 @@ def _positions(config: RunConfig) -> Iterator[str]:
             f"model.max_positions={seq_length}"
         )
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    if model.rope_scaling is not None and low >= high:
+    if model.rope_scaling == "llama3" and low >= high:
         yield (
             f"model.rope_low_freq_factor={low:g} is not below "
             f"model.rope_high_freq_factor={high:g}; use for example 1 and 4"
+        )
+    slow, fast = model.rope_beta_slow, model.rope_beta_fast
+    if model.rope_scaling == "yarn" and slow >= fast:
+        yield (
+            f"model.rope_beta_slow={slow:g} is not below model.rope_beta_fast={fast:g}; use for "
+            "example 1 and 32"
+        )
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1:
+        yield (
+            f"model.rope_scaling=yarn needs model.rope_theta above 1, got {model.rope_theta:g}; "
+            "use for example 10000"
         )
 
 

@@ -38,14 +38,29 @@ EFFECTS: tuple[Effect, ...] = (
         "model.positions=learned turns nothing; remove it or set model.positions=rope",
     ),
     Effect(
-        (
-            "model.rope_factor",
-            "model.rope_low_freq_factor",
-            "model.rope_high_freq_factor",
-            "model.rope_original_max_position",
-        ),
+        ("model.rope_factor",),
         lambda c: c.model.positions == "rope" and c.model.rope_scaling is not None,
-        "nothing scales the rotation; remove it or set model.rope_scaling=llama3",
+        "nothing scales the rotation; remove it or set model.rope_scaling",
+    ),
+    Effect(
+        ("model.rope_low_freq_factor", "model.rope_high_freq_factor"),
+        lambda c: c.model.positions == "rope" and c.model.rope_scaling == "llama3",
+        "only one kind of scaling uses it; remove it or set model.rope_scaling=llama3",
+    ),
+    Effect(
+        (
+            "model.rope_beta_fast",
+            "model.rope_beta_slow",
+            "model.rope_truncate",
+            "model.rope_attention_factor",
+        ),
+        lambda c: c.model.positions == "rope" and c.model.rope_scaling == "yarn",
+        "only one kind of scaling uses it; remove it or set model.rope_scaling=yarn",
+    ),
+    Effect(
+        ("model.rope_original_max_position",),
+        lambda c: c.model.positions == "rope" and c.model.rope_scaling in ("llama3", "yarn"),
+        "only two kinds of scaling use it; remove it or set model.rope_scaling=llama3 or yarn",
     ),
     Effect(
         ("model.max_positions",),

@@ -63,6 +63,7 @@ class ModelConfig(Section):
     # rows of embedding and head are padded to a multiple of it, whatever tp is
     vocab_pad_multiple: int = Field(default=128, ge=1)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # norm of each layer; layernorm has a bias
+    norm_zero_centered: bool = False  # norms multiply by 1 + weight, and weights start as 0
     # added to the mean square or variance before the root
     norm_eps: float = Field(default=1e-5, gt=0)
     # rope rotates queries and keys; learned adds a trained row for each position
@@ -72,14 +73,21 @@ class ModelConfig(Section):
     rope_theta: float = Field(default=10000.0, gt=0)  # base of the rotation's wavelengths
     # share of each head's elements that is rotated
     rope_fraction: float = Field(default=1.0, gt=0, le=1)
-    # llama3 slows low frequencies for long contexts; none: frequencies unchanged
-    rope_scaling: Literal["llama3"] | None = None
-    rope_factor: float = Field(default=8.0, ge=1)  # llama3: low frequencies are divided by it
+    # slows rotation for long contexts: linear all of it, llama3 and yarn low frequencies; none: not
+    rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
+    rope_factor: float = Field(default=8.0, ge=1)  # slowed frequencies are divided by it
     # llama3: pairs with fewer turns in the original length are divided by the factor
     rope_low_freq_factor: float = Field(default=1.0, gt=0)
     # llama3: pairs with more turns in the original length stay; blended between
     rope_high_freq_factor: float = Field(default=4.0, gt=0)
-    # llama3: tokens of the context length before scaling
+    # yarn: pairs with more turns in the original length stay; blended between
+    rope_beta_fast: float = Field(default=32.0, gt=0)
+    # yarn: pairs with fewer turns in the original length are divided by the factor
+    rope_beta_slow: float = Field(default=1.0, gt=0)
+    rope_truncate: bool = True  # yarn: the blend begins and ends at whole pairs
+    # yarn: factor of rotated queries and keys; none: 0.1 ln(rope_factor) + 1
+    rope_attention_factor: float | None = Field(default=None, gt=0)
+    # llama3, yarn: tokens of the context length before scaling
     rope_original_max_position: int = Field(default=8192, ge=1)
     # function of the feed-forward block; swiglu and geglu have a third matrix, the gate; gelu and
     # geglu are exact, those in _tanh approximate; relu2 is squared ReLU
@@ -91,6 +99,13 @@ class ModelConfig(Section):
     # tokens that a token attends to, itself included; none: all before it
     sliding_window: int | None = Field(default=None, ge=1)
     tie_embeddings: bool = False  # the head uses the embedding's weight
+    # factor of token embeddings, rounded to train.dtype; sqrt_hidden: the root of hidden_size
+    embedding_multiplier: Annotated[float, Field(gt=0)] | Literal["sqrt_hidden"] = 1.0
+    # factor of what attention and feed-forward block add to the residual stream
+    residual_multiplier: float = Field(default=1.0, gt=0)
+    # factor of attention scores; none: 1 / sqrt(elements of a head)
+    attention_multiplier: float | None = Field(default=None, gt=0)
+    logits_scaling: float = Field(default=1.0, gt=0)  # logits are divided by it
     # probability of dropping an element of the embedding's output
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
     # probability of dropping an attention weight
@@ -106,6 +121,27 @@ class ModelConfig(Section):
         if not isinstance(values, dict):
             return values
         return family_defaults(str(values.get("family", "llama"))) | values
+
+    @field_validator("rope_scaling", mode="before")
+    @classmethod
+    def _scaling_is_one_for_all_lengths(cls, value: object) -> object:
+        if value in ("dynamic", "longrope", "su"):
+            raise ValueError(
+                f"{value} turns a token by another angle in texts of another length, which "
+                "megalite does not have; allowed: linear, llama3, yarn"
+            )
+        return value
+
+    @property
+    def norm_offset(self) -> float:
+        """The number that norms add to their weights."""
+        return 1.0 if self.norm_zero_centered else 0.0
+
+    @property
+    def embedding_factor(self) -> float:
+        """The factor of token embeddings, before it is rounded."""
+        given = self.embedding_multiplier
+        return self.hidden_size**0.5 if given == "sqrt_hidden" else given
 
     @property
     def kv_heads(self) -> int:

@@ -48,6 +48,7 @@ class SelfAttention(nn.Module):
         self.recompute_core = recompute_core
         self.layer = layer
         self.dropout_p = config.attention_dropout
+        self.scale = config.attention_multiplier
 
         # The packed projection is cut by groups, so that each rank has whole ones.
         qkv, out = f"{name}.qkv", f"{name}.out"
@@ -55,7 +56,7 @@ class SelfAttention(nn.Module):
         self.head_norm: HeadNorm | None = None
         if config.qk_norm:
             q, k = specs[f"{name}.q_norm.weight"], specs[f"{name}.k_norm.weight"]
-            self.head_norm = HeadNorm(context, config.norm_eps, q, k)
+            self.head_norm = HeadNorm(context, config, q, k)
         self.out = RowParallelLinear(context, specs[f"{out}.weight"], specs.get(f"{out}.bias"))
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
@@ -81,7 +82,7 @@ class SelfAttention(nn.Module):
         tokens, head_dim = q.shape[0], q.shape[-1]
         q_TnH = q.view(tokens, -1, head_dim)
         return self.ops.attention(
-            q_TnH, k.squeeze(2), v.squeeze(2), sequences.mask, self.dropout(sequences)
+            q_TnH, k.squeeze(2), v.squeeze(2), sequences.mask, self.dropout(sequences), self.scale
         ).flatten(1)
 
     def dropout(self, sequences: Sequences) -> kernels.AttentionDropout | None:

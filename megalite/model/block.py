@@ -20,7 +20,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then + dropout(mlp(norm(.))).
+    """x + m dropout(attention(norm(x))), then + m dropout(mlp(norm(.))), m the residual multiplier.
 
     The residual stream passes between layers as (x, delta), whose sum the next norm makes; delta is
     None where there is nothing to add.
@@ -41,6 +41,7 @@ class TransformerLayer(nn.Module):
         name = f"layers.{index}"
         selective = recompute == "selective"
         self.recompute_layer = recompute == "full"
+        self.multiplier = config.residual_multiplier
         self.attention_norm = make_norm(context, specs, f"{name}.attention_norm", config)
         self.attention = SelfAttention(
             context, specs, f"{name}.attention", config, layer=index, recompute_core=selective
@@ -70,8 +71,14 @@ class TransformerLayer(nn.Module):
         """The layer itself: [T, D] tensors in and out, or [t, D] under sequence parallelism."""
         x, normed = self.attention_norm(x, delta)
         delta = self.attention_dropout(self.attention(normed, sequences), sequences.dropout)
-        x, normed = self.mlp_norm(x, delta)
-        return x, self.mlp_dropout(self.mlp(normed), sequences.dropout)
+        x, normed = self.mlp_norm(x, times(delta, self.multiplier))
+        delta = self.mlp_dropout(self.mlp(normed), sequences.dropout)
+        return x, times(delta, self.multiplier)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """factor * x; a factor of 1 takes no operation."""
+    return x if factor == 1 else x * factor
 
 
 def sum_of(x: Tensor, delta: Tensor | None) -> Tensor:

@@ -22,13 +22,20 @@ Specs = Mapping[str, ShardSpec]  # the specs of a chunk, by name
 
 
 class Norm(ShardedModule):
-    """y = x / sqrt(mean(x^2) + eps) * weight; with a bias LayerNorm: x - mean(x) for x, + bias."""
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight); with a bias LayerNorm.
+
+    LayerNorm takes x - mean(x) for x, and adds the bias. The offset is the config's, 0 or 1.
+    """
 
     def __init__(
-        self, context: LayerContext, eps: float, weight: ShardSpec, bias: ShardSpec | None = None
+        self,
+        context: LayerContext,
+        config: ModelConfig,
+        weight: ShardSpec,
+        bias: ShardSpec | None = None,
     ) -> None:
         super().__init__(context)
-        self.eps = eps
+        self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = self.add_parameter("weight", weight)
         self.bias = self.add_optional_parameter("bias", bias)
 
@@ -42,7 +49,7 @@ class Norm(ShardedModule):
 
 def make_norm(context: LayerContext, specs: Specs, name: str, config: ModelConfig) -> Norm:
     """The norm that the config names, over the hidden size: LayerNorm is the one with a bias."""
-    return Norm(context, config.norm_eps, specs[f"{name}.weight"], specs.get(f"{name}.bias"))
+    return Norm(context, config, specs[f"{name}.weight"], specs.get(f"{name}.bias"))
 
 
 class _Norm(torch.autograd.Function):
@@ -57,7 +64,9 @@ class _Norm(torch.autograd.Function):
         bias: Tensor | None,
         layer: Norm,
     ) -> tuple[Tensor, Tensor]:
-        y_TD, s_TD, *stats = layer.context.ops.norm(x_TD, weight, bias, layer.eps, delta_TD)
+        y_TD, s_TD, *stats = layer.context.ops.norm(
+            x_TD, weight, bias, layer.eps, delta_TD, offset=layer.offset
+        )
         ctx.save_for_backward(s_TD, weight, *stats)
         ctx.set_materialize_grads(False)  # no gradient reaches the s of a model's last norm
         ctx.layer = layer
@@ -66,7 +75,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ds_TD: Tensor | None, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layer: Norm = ctx.layer
-        dx_TD, dweight_PD, dbias_PD = layer.context.ops.norm_grad(dy_TD, *ctx.saved_tensors, ds_TD)
+        dx_TD, dweight_PD, dbias_PD = layer.context.ops.norm_grad(
+            dy_TD, *ctx.saved_tensors, ds_TD, offset=layer.offset
+        )
         layer.accumulate_rowwise(layer.weight, dweight_PD)
         if layer.bias is not None and dbias_PD is not None:
             layer.accumulate_rowwise(layer.bias, dbias_PD)
@@ -79,9 +90,11 @@ class HeadNorm(ShardedModule):
     One weight for all query heads, one for all key heads; values pass through.
     """
 
-    def __init__(self, context: LayerContext, eps: float, q: ShardSpec, k: ShardSpec) -> None:
+    def __init__(
+        self, context: LayerContext, config: ModelConfig, q: ShardSpec, k: ShardSpec
+    ) -> None:
         super().__init__(context)
-        self.eps = eps
+        self.eps, self.offset = config.norm_eps, config.norm_offset
         self.q_weight = self.add_parameter("q_weight", q)
         self.k_weight = self.add_parameter("k_weight", k)
 
@@ -94,7 +107,9 @@ class _HeadNorm(torch.autograd.Function):
     def forward(
         ctx: Any, qkv_TkgH: Tensor, q_weight: Tensor, k_weight: Tensor, layer: HeadNorm
     ) -> Tensor:
-        y_TkgH, rstd = layer.context.ops.head_norm(qkv_TkgH, q_weight, k_weight, layer.eps)
+        y_TkgH, rstd = layer.context.ops.head_norm(
+            qkv_TkgH, q_weight, k_weight, layer.eps, offset=layer.offset
+        )
         ctx.save_for_backward(qkv_TkgH, q_weight, k_weight, rstd)
         ctx.layer = layer
         return y_TkgH
@@ -102,7 +117,9 @@ class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TkgH: Tensor) -> tuple[Tensor, None, None, None]:
         layer: HeadNorm = ctx.layer
-        dqkv, dq_weight, dk_weight = layer.context.ops.head_norm_grad(dy_TkgH, *ctx.saved_tensors)
+        dqkv, dq_weight, dk_weight = layer.context.ops.head_norm_grad(
+            dy_TkgH, *ctx.saved_tensors, offset=layer.offset
+        )
         layer.accumulate_rowwise(layer.q_weight, dq_weight)
         layer.accumulate_rowwise(layer.k_weight, dk_weight)
         return dqkv, None, None, None

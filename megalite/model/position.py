@@ -21,14 +21,17 @@ def rotary_tables(
     config: ModelConfig, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [seq_length, R/2] for the config's positions; with R = 0 nothing is rotated."""
-    scaling = None
-    if config.rope_scaling is not None:
-        scaling = kernels.RopeScaling(
-            config.rope_factor,
-            config.rope_low_freq_factor,
-            config.rope_high_freq_factor,
-            config.rope_original_max_position,
-        )
+    factor, length = config.rope_factor, config.rope_original_max_position
+    scaling: kernels.RopeScaling | None = None
+    if config.rope_scaling == "linear":
+        scaling = kernels.LinearScaling(factor)
+    elif config.rope_scaling == "llama3":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        scaling = kernels.Llama3Scaling(factor, low, high, length)
+    elif config.rope_scaling == "yarn":
+        fast, slow = config.rope_beta_fast, config.rope_beta_slow
+        gain, truncate = config.rope_attention_factor, config.rope_truncate
+        scaling = kernels.YarnScaling(factor, length, fast, slow, truncate, gain)
     return kernels.rope_tables(
         seq_length, config.rotary_size, config.rope_theta, dtype, device, scaling
     )

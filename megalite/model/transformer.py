@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.layout.sharding import ShardSpec
-from megalite.model.block import Recompute, TransformerLayer, sum_of
+from megalite.model.block import Recompute, TransformerLayer, sum_of, times
 from megalite.model.dropout import Dropout, DropoutAt
 from megalite.model.norm import make_norm
 from megalite.model.position import PositionEmbedding, rotary_tables
@@ -92,6 +92,10 @@ class Transformer(nn.Module):
             self.positions: PositionEmbedding | None = None
             if config.positions == "learned":
                 self.positions = PositionEmbedding(context, specs["position.weight"], seq_length)
+            # rounded as a weight is, so that the factor does not depend on where it is applied
+            self.embedding_multiplier = torch.tensor(
+                config.embedding_factor, dtype=context.dtype
+            ).item()
             self.embedding_dropout = Dropout(context, config.embedding_dropout, -1, "embedding")
 
         self.layers = nn.ModuleList(
@@ -163,8 +167,7 @@ class Transformer(nn.Module):
             return sum_of(x, delta)
 
         self._enter_section(len(self.layers) + 1)
-        _, normed = self.final_norm(x, delta)
-        loss_T = self.loss(normed, micro_batch.label_T)
+        loss_T = self.loss(self.final(x, delta), micro_batch.label_T)
         weight_T = micro_batch.weight_T.to(loss_T.dtype)
         self.vocab.tally(weight_T)
         return torch.dot(loss_T, weight_T)
@@ -194,10 +197,15 @@ class Transformer(nn.Module):
 
     def embed(self, token_T: Tensor, dropout: DropoutAt | None) -> Tensor:
         """Token embeddings, with positions where they are learned: [T, D] or [t, D]."""
-        x: Tensor = self.embedding(token_T)
+        x = times(self.embedding(token_T), self.embedding_multiplier)
         if self.positions is not None:
             x = self.positions(x, min(self.seq_length, len(token_T)))
         return self.embedding_dropout(x, dropout)
+
+    def final(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """The head's input: the norm of the residual stream, divided by the logits' divisor."""
+        _, normed = self.final_norm(x, delta)
+        return times(normed, 1 / self.config.logits_scaling)
 
     def loss(self, x: Tensor, label_T: Tensor) -> Tensor:
         """Per-token loss [T] of normed hidden states, with the extras while training."""
@@ -213,8 +221,7 @@ class Transformer(nn.Module):
         assert len(self.layers) == self.config.num_layers, "logits needs the whole model"
         assert self.context.tp.size == 1, "logits needs the whole vocabulary"
         mask = self._mask([0, len(token_T)], {})
-        _, normed = self.final_norm(*self.hidden(None, token_T, mask))
-        logits: Tensor = self.head(normed)
+        logits: Tensor = self.head(self.final(*self.hidden(None, token_T, mask)))
         return logits[:, : self.config.vocab_size]
 
     def _mask(self, cu_seqlens: Sequence[int], masks: Masks) -> Any:

@@ -175,6 +175,8 @@ def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:
     elements = size.hidden + max(size.activation_output + room // element, size.gathered_hidden)
     if config.model.residual_dropout:
         elements += size.hidden  # the output's gradient after dropout's backward
+    if config.model.residual_multiplier != 1:
+        elements += size.hidden  # the output's gradient times the multiplier
     if config.parallel.sequence_parallel:
         elements += size.gathered_hidden  # the output's gradient of all tokens
     if recompute == "selective":
@@ -225,13 +227,16 @@ def _head_working_bytes(config: RunConfig, size: _Sizes) -> int:
     elements = (
         parts * size.gathered_hidden + (size.logits + size.gathered_hidden) * chunk // size.tokens
     )
+    if config.model.logits_scaling != 1:
+        elements += size.hidden  # the gradient of the norm's output
     return BYTES[config.train.dtype] * elements + 5 * 8 * chunk
 
 
 def _embedding_working_bytes(config: RunConfig, size: _Sizes) -> int:
     """Bytes of the output's gradient, and of all tokens' where sequence parallelism gathers it."""
     gathered = size.gathered_hidden if config.parallel.sequence_parallel else 0
-    return BYTES[config.train.dtype] * (size.hidden + gathered)
+    multiplied = size.hidden if config.model.embedding_factor != 1 else 0
+    return BYTES[config.train.dtype] * (size.hidden + gathered + multiplied)
 
 
 def _message_bytes(config: RunConfig, size: _Sizes, stage: ModelStage) -> int:

@@ -6,7 +6,8 @@ new parameter is a line here and a layer in `megalite.model` that uses it. Impor
 
 Shapes: D hidden, F feed-forward, N query heads, K key/value heads of g = N / K query heads each, H
 head dim, V padded vocabulary. Standard deviations as in GPT-2 and Megatron-LM: `init_std`, output
-projections divided by sqrt(2 * layers); norms start as 1, biases and padding rows as 0.
+projections divided by sqrt(2 * layers); norms start as 1, as 0 where they add 1; biases and padding
+rows as 0.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def layer_parameters(
     yield from _column(model, f"{name}.attention.qkv", "qkv", layer, packed, 0, qkv, model.qkv_bias)
     if model.qk_norm:  # each tp rank norms its own heads
         for kind in ("q", "k"):
-            yield _norm_vector(f"{name}.attention.{kind}_norm.weight", layer, head, 1.0, True)
+            start = 1.0 - model.norm_offset
+            yield _norm_vector(f"{name}.attention.{kind}_norm.weight", layer, head, start, True)
     shape = (hidden, heads * head)
     bias = model.attention_out_bias
     yield from _row(model, f"{name}.attention.out", "attention_out", layer, shape, bias, partial)
@@ -130,7 +132,8 @@ def _embedding(model: ModelConfig, stage: ModelStage) -> ShardSpec:
 
 def _norm(model: ModelConfig, name: str, layer: int | None, partial: bool) -> Iterator[ShardSpec]:
     """Weight and, for LayerNorm, bias of a norm over the hidden size."""
-    yield _norm_vector(f"{name}.weight", layer, model.hidden_size, 1.0, partial)
+    start = 1.0 - model.norm_offset
+    yield _norm_vector(f"{name}.weight", layer, model.hidden_size, start, partial)
     if model.norm == "layernorm":
         yield _norm_vector(f"{name}.bias", layer, model.hidden_size, 0.0, partial)
 

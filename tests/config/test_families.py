@@ -65,9 +65,11 @@ def test_a_written_config_loads_back_equal(family: str, changes: dict, tmp_path:
         ("gpt2", "rope_scaling", "llama3", "model.positions=learned turns nothing"),
         ("gpt2", "rope_factor", 4.0, "nothing scales the rotation"),
         ("llama", "rope_factor", 4.0, "nothing scales the rotation"),
-        ("qwen2", "rope_low_freq_factor", 2.0, "nothing scales the rotation"),
-        ("qwen3", "rope_high_freq_factor", 5.0, "nothing scales the rotation"),
-        ("llama", "rope_original_max_position", 10, "nothing scales the rotation"),
+        ("qwen2", "rope_low_freq_factor", 2.0, "only one kind of scaling uses it"),
+        ("qwen3", "rope_high_freq_factor", 5.0, "only one kind of scaling uses it"),
+        ("llama", "rope_original_max_position", 10, "only two kinds of scaling use it"),
+        ("llama", "rope_beta_fast", 10.0, "only one kind of scaling uses it"),
+        ("llama", "rope_attention_factor", 1.1, "only one kind of scaling uses it"),
         ("mistral", "max_positions", 64, "model.positions=rope keeps no table"),
     ],
 )
@@ -124,6 +126,18 @@ def test_a_family_default_is_nobodys_setting() -> None:
             "use for example 1 and 4",
         ),
         (
+            {
+                "model__rope_scaling": "yarn",
+                "model__rope_beta_slow": 40.0,
+            },
+            "model.rope_beta_slow=40 is not below model.rope_beta_fast=32; use for example 1 "
+            "and 32",
+        ),
+        (
+            {"model__rope_scaling": "yarn", "model__rope_theta": 1.0},
+            "model.rope_scaling=yarn needs model.rope_theta above 1, got 1; use for example 10000",
+        ),
+        (
             {"model__rope_fraction": 0.4},
             "model.rope_fraction=0.4 of 8 elements a head is 3.2, but rotary embedding turns "
             "pairs; use 0.25 or 0.5",
@@ -166,6 +180,11 @@ def test_key_heads_fewer_than_tp_are_refused_with_both_numbers(family: str) -> N
         ("residual_dropout", -0.1),
         ("rope_fraction", 0.0),
         ("rope_factor", 0.5),
+        ("rope_scaling", "dynamic"),
+        ("rope_scaling", "ntk"),
+        ("residual_multiplier", 0.0),
+        ("embedding_multiplier", "sqrt"),
+        ("embedding_multiplier", -1.0),
         ("sliding_window", 0),
         ("max_positions", 0),
         ("family", "gpt3"),
@@ -175,3 +194,19 @@ def test_values_out_of_range_are_refused(key: str, value: Any, tmp_path: Path) -
     (tmp_path / "run.toml").write_text(to_toml(of("llama")))
     with pytest.raises(ConfigError, match=f"model.{key}"):
         load_config(tmp_path / "run.toml", [f"model.{key}={value}"])
+
+
+@pytest.mark.parametrize("value", ["dynamic", "longrope"])
+def test_a_scaling_that_depends_on_the_text_is_refused_by_name(value: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(of("llama")))
+    with pytest.raises(ConfigError, match=f"model.rope_scaling.*{value} turns a token by another"):
+        load_config(tmp_path / "run.toml", [f"model.rope_scaling={value}"])
+
+
+def test_an_embedding_multiplier_is_a_number_or_the_root_of_the_width(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(of("llama", model__embedding_multiplier=12.0)))
+    for given, factor in (("2.5", 2.5), ("3", 3.0), ("sqrt_hidden", 8.0)):
+        loaded = load_config(tmp_path / "run.toml", [f"model.embedding_multiplier={given}"]).config
+        assert loaded.model.embedding_factor == factor
+        (tmp_path / "again.toml").write_text(to_toml(loaded))
+        assert load_config(tmp_path / "again.toml").config == loaded

@@ -83,7 +83,7 @@ def norm_gradient(ctx, sp):
     """Weight gradient of a norm on this rank's tokens, its spec, and what one process gets."""
     mesh = ctx.mesh(tp=ctx.world_size)
     context = LayerContext(mesh.tp, torch.float64, mesh.device, sequence_parallel=sp)
-    norm = Norm(context, 1e-5, ShardSpec("final_norm.weight", (6,), partial=sp))
+    norm = Norm(context, model_config(), ShardSpec("final_norm.weight", (6,), partial=sp))
     torch.nn.init.ones_(norm.weight)
     x, dy = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1)).double()
     part = slice(mesh.tp.rank * 8 // context.tp.size, (mesh.tp.rank + 1) * 8 // context.tp.size)

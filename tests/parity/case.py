@@ -34,6 +34,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TRAITS: dict[str, dict[str, Any]] = {
     "gated gelu": {"family": "llama", "activation": "geglu", "mlp_bias": True},
     "squared relu": {"family": "llama", "activation": "relu2", "attention_out_bias": True},
+    "multipliers": {
+        "family": "llama",
+        "embedding_multiplier": "sqrt_hidden",
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+        "norm_zero_centered": True,
+        "qk_norm": True,
+        "rope_scaling": "yarn",
+        "rope_original_max_position": 64,
+    },
 }
 DROPOUT = ("embedding_dropout", "attention_dropout", "residual_dropout")
 

@@ -41,6 +41,10 @@ LAYOUTS: list[tuple[Case, Changes]] = [
     (Case(m=2, micro_batch=4, pp=3), {"model": {"activation": "geglu", "mlp_bias": True}}),
     (Case(m=2, micro_batch=4, pp=3), {"model": {"activation": "gelu"}}),
     (Case(m=2, micro_batch=4, pp=3), {"model": {"activation": "relu2"}}),
+    (
+        Case(m=2, micro_batch=4, pp=3, family="multipliers"),
+        {"model": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0}},
+    ),
     (  # so narrow a feed-forward that its working memory is no multiple of 32 columns
         Case(m=2, micro_batch=4, pp=3),
         {

@@ -94,6 +94,7 @@ def varlen_attn(
     max_q: int,
     max_k: int,
     *,
+    scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -105,4 +106,4 @@ def varlen_attn(
     assert enable_gqa == (query.shape[1] != key.shape[1])
     back, ahead = window_size
     assert ahead == 0
-    return attention(query, key, value, bounds, None if back < 0 else back + 1)
+    return attention(query, key, value, bounds, None if back < 0 else back + 1, scale=scale)

@@ -165,16 +165,16 @@ def test_apex_rms_norm_has_the_shapes_of_ours() -> None:
     assert torch.equal(dweight, want_dweight.bfloat16().float().unsqueeze(0))
 
 
-def test_layer_norm_stays_with_the_own_kernels_beside_apex() -> None:
-    x, weight, bias = draw(5, 12), draw(12, seed=4), draw(12, seed=5)
+@pytest.mark.parametrize(("centred", "offset"), [(True, 0.0), (False, 1.0)])
+def test_what_apex_has_not_stays_with_the_own_kernels(centred: bool, offset: float) -> None:
+    x, weight, bias = draw(5, 12), draw(12, seed=4), draw(12, seed=5) if centred else None
     apex, own = ApexNorm(Kernels(), None), Kernels()
-    y, s, mean, rstd = apex.norm(x, weight, bias, 1e-5)
-    assert torch.equal(y, own.norm(x, weight, bias, 1e-5)[0])
-    found, want = (ops.norm_grad(x, s, weight, mean, rstd) for ops in (apex, own))
+    y, s, mean, rstd = apex.norm(x, weight, bias, 1e-5, offset=offset)
+    assert torch.equal(y, own.norm(x, weight, bias, 1e-5, offset=offset)[0])
+    found, want = (ops.norm_grad(x, s, weight, mean, rstd, offset=offset) for ops in (apex, own))
     for a, b in zip(found, want, strict=True):
-        assert a is not None
-        assert b is not None
-        assert torch.equal(a, b)
+        assert (a is None) == (b is None) == (not centred and a is None)
+        assert a is None or b is None or torch.equal(a, b)
 
 
 # --- attention -----------------------------------------------------------------------------------

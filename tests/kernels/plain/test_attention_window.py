@@ -35,7 +35,9 @@ def naive(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window, drop) -> T
     return torch.einsum("nts,snh->tnh", shares, v)
 
 
-def check(tokens, heads, kv_heads, bounds, window, drop=None, dtype=torch.float64) -> None:
+def check(
+    tokens, heads, kv_heads, bounds, window, drop=None, dtype=torch.float64, scale=None
+) -> None:
     shapes = (heads, kv_heads, kv_heads)
     inputs = [
         draw(tokens, n, 6, dtype=dtype, seed=i).requires_grad_() for i, n in enumerate(shapes)
@@ -43,8 +45,10 @@ def check(tokens, heads, kv_heads, bounds, window, drop=None, dtype=torch.float6
     inputs64 = [exact(x) for x in inputs]
     (q, k, v), (q64, k64, v64) = inputs, inputs64
     upstream = draw(tokens, heads, 6, dtype=dtype, seed=5)
-    out = kernels.attention(q, k, v, bounds, window, drop)
-    out64 = naive(q64, k64, v64, bounds, window, drop)
+    out = kernels.attention(q, k, v, bounds, window, drop, scale)
+    # a factor of the scores is one of the queries
+    turned64 = q64 if scale is None else q64 * scale * 6**0.5
+    out64 = naive(turned64, k64, v64, bounds, window, drop)
     assert out.dtype == dtype
     assert_matches(out, out64)
     grads = torch.autograd.grad(out, inputs, upstream)
@@ -52,6 +56,13 @@ def check(tokens, heads, kv_heads, bounds, window, drop=None, dtype=torch.float6
         grads, torch.autograd.grad(out64, inputs64, upstream.double()), strict=True
     ):
         assert_matches(got, want)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("drop", [None, kernels.AttentionDropout(0.4, (3, 5), 2, 1)])
+@pytest.mark.parametrize("bounds", [[0, 13], [0, 4, 13]])
+def test_scores_have_the_factor_that_is_given(bounds, drop, window) -> None:
+    check(13, 4, 2, bounds, window, drop, scale=0.7)
 
 
 DOCUMENTS = [[0, 13], [0, 4, 13], [0, 1, 2, 12, 13], list(range(14))]

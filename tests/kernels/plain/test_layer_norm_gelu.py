@@ -173,6 +173,23 @@ def test_bias_is_added_before_the_only_rounding(dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centred", [False, True])
+def test_weights_around_zero_have_one_added_before_they_are_rounded(centred, dtype) -> None:
+    ops = kernels.Kernels()
+    x, dy = draw(5, 8, dtype=dtype), draw(5, 8, dtype=dtype, seed=2)
+    weight = draw(8, dtype=dtype, seed=1) / 1000  # next to 1, bfloat16 would lose it
+    bias = draw(8, dtype=dtype, seed=3) if centred else None
+    y, s, mean, rstd = ops.norm(x, weight, bias, 1e-3, offset=1.0)
+    dx, *sums = ops.norm_grad(dy, s, weight, mean, rstd, offset=1.0)
+    wide = (weight.double() + 1).to(rstd.dtype)
+    want_y, _, want_mean, want_rstd = ops.norm(x, wide, bias, 1e-3)
+    want_dx, *want_sums = ops.norm_grad(dy, x, wide, want_mean, want_rstd)
+    for got, want in ((y, want_y), (dx, want_dx), *zip(sums, want_sums, strict=True)):
+        assert (got is None) == (want is None)
+        assert got is None or want is None or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_with_a_weight_for_each_head(dtype) -> None:
     x, weight = draw(5, 2, 3, 8, dtype=dtype), draw(3, 8, dtype=dtype, seed=1)
     dy = draw(5, 2, 3, 8, dtype=dtype, seed=2)
@@ -206,9 +223,49 @@ def test_rotation_of_a_part_of_each_head_copies_the_rest(rotary, dtype) -> None:
     assert (back - qkv).abs().max() < tolerance
 
 
+def angles(scaling: kernels.RopeScaling | None, rotary: int = 64, theta: float = 1e4) -> list:
+    cos, sin = kernels.rope_tables(2, rotary, theta, torch.float64, CPU, scaling)
+    gain = 1.0 if scaling is None else scaling.gain
+    assert ((cos.square() + sin.square()).sqrt() - gain).abs().max() < 1e-12
+    return torch.atan2(sin[1], cos[1]).tolist()
+
+
+def test_linear_scaling_slows_every_pair() -> None:
+    scaled = angles(kernels.LinearScaling(4.0))
+    assert scaled == pytest.approx([angle / 4 for angle in angles(None)], rel=1e-12)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_blends_between_two_numbers_of_turns(truncate: bool) -> None:
+    """By its definition: pair i turns L / wave_i times in L tokens; 32 and 1 turns are its ends."""
+    length, factor = 4096, 8.0
+    plain = angles(None)
+    scaled = angles(kernels.YarnScaling(factor, length, truncate=truncate))
+    turns = [length * angle / (2 * math.pi) for angle in plain]
+    # the number of turns falls by the same factor from pair to pair
+    fall = math.log(turns[0] / turns[1])
+    first, last = (math.log(turns[0] / end) / fall for end in (32.0, 1.0))
+    first, last = (math.floor(first), math.ceil(last)) if truncate else (first, last)
+    for pair, (old, new) in enumerate(zip(plain, scaled, strict=True)):
+        slowed = min(1.0, max(0.0, (pair - first) / (last - first)))
+        assert new == pytest.approx(old * (1 - slowed + slowed / factor), rel=1e-9)
+    assert scaled[0] == pytest.approx(plain[0])
+    assert scaled[-1] == pytest.approx(plain[-1] / factor)
+
+
+def test_yarn_multiplies_by_its_attention_factor() -> None:
+    assert kernels.YarnScaling(8.0, 64).gain == pytest.approx(0.1 * math.log(8) + 1)
+    assert kernels.YarnScaling(1.0, 64).gain == 1.0
+    given = kernels.YarnScaling(8.0, 64, attention_factor=1.3)
+    assert given.gain == 1.3
+    angles(given)
+    # a ramp between ends that are one and the same pair
+    assert len(angles(kernels.YarnScaling(8.0, 6), 4)) == 2
+
+
 def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones() -> None:
     """Against its definition by wave lengths: factor 8, low 1, high 4, 8192 tokens (Llama 3.1)."""
-    scaling = kernels.RopeScaling(8.0, 1.0, 4.0, 8192)
+    scaling = kernels.Llama3Scaling(8.0, 1.0, 4.0, 8192)
     plain = kernels.rope_tables(2, 128, 5e5, torch.float64, CPU)
     scaled = kernels.rope_tables(2, 128, 5e5, torch.float64, CPU, scaling)
     angle, slowed = (torch.atan2(sin[1], cos[1]) for cos, sin in (plain, scaled))

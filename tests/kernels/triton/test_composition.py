@@ -18,6 +18,8 @@ STEPS = 2
 CASES = {
     "llama": Case(tp=2, sp=True, kv_heads=2, mask="documents", m=1),
     "gpt2": Case(tp=2, family="gpt2", dropout=True, tied=True, m=1, recompute="selective"),
+    "gated gelu": Case(tp=2, family="gated gelu", m=1, recompute="selective"),
+    "multipliers": Case(tp=2, sp=True, family="multipliers", kv_heads=2, m=1),
     "qwen3": Case(tp=2, sp=True, family="qwen3", kv_heads=2, m=1, chunk_tokens=5),
 }
 # Of a tensor's norm. The gradients' path through two layers in float32 adds up to several roundings

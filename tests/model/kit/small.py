@@ -46,6 +46,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_dropout": 0.3,
         "head_dim": 8,
     },
+    "linear": {"rope_scaling": "linear", "rope_factor": 3.0},
+    "yarn": {
+        "rope_scaling": "yarn",
+        "rope_factor": 5.0,
+        "rope_theta": 40.0,
+        "rope_original_max_position": 50,
+        "rope_beta_fast": 6.0,
+        "rope_beta_slow": 0.7,
+        "head_dim": 16,
+        "qk_norm": True,
+    },
+    "multipliers": {
+        "embedding_multiplier": 7.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 3.0,
+        "norm_zero_centered": True,
+        "qk_norm": True,
+        "rope_scaling": "yarn",
+        "rope_truncate": False,
+        "rope_original_max_position": 50,
+        "rope_attention_factor": 1.2,
+        "head_dim": 12,
+        "sliding_window": 4,
+        "embedding_dropout": 0.2,
+    },
     "geglu_tanh": {"activation": "geglu_tanh", "mlp_bias": True},
     "gelu": {"activation": "gelu", "mlp_bias": True, "qkv_bias": True},
     "relu2": {"activation": "relu2"},
@@ -126,6 +152,21 @@ def plain_rates(config: ModelConfig) -> Tensor:
     rate = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / max(1, half))
     if config.rope_scaling is None:
         return rate
+    if config.rope_scaling == "linear":
+        return rate / config.rope_factor
+    if config.rope_scaling == "yarn":
+        ends = [
+            half
+            * math.log(config.rope_original_max_position / (turns * 2 * math.pi))
+            / math.log(config.rope_theta)
+            for turns in (config.rope_beta_fast, config.rope_beta_slow)
+        ]
+        if config.rope_truncate:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        low, high = max(ends[0], 0), min(ends[1], 2 * half - 1)
+        ramp = [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(half)]
+        slow = torch.tensor(ramp, dtype=torch.float64)
+        return rate / config.rope_factor * slow + rate * (1 - slow)
     length, scaled = config.rope_original_max_position, []
     for r in rate.tolist():
         wave = 2 * math.pi / r  # tokens of one turn
@@ -140,6 +181,13 @@ def plain_rates(config: ModelConfig) -> Tensor:
     return torch.tensor(scaled, dtype=torch.float64)
 
 
+def plain_gain(config: ModelConfig) -> float:
+    """Factor of rotated queries and keys."""
+    if config.rope_scaling != "yarn":
+        return 1.0
+    return config.rope_attention_factor or 0.1 * math.log(config.rope_factor) + 1
+
+
 def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -> Tensor:
     """The model in plain torch, for padded vocabulary rows too: shares no code with the product."""
     tokens, heads, groups = len(batch.token_T), config.num_heads, config.kv_heads
@@ -152,6 +200,8 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
     if config.sliding_window is not None:
         seen &= place[:, None] - place[None, :] < config.sliding_window
     position, residual_p = place % SEQ_LENGTH, config.residual_dropout
+    one = 1.0 if config.norm_zero_centered else 0.0
+    gain = plain_gain(config)
 
     def linear(x: Tensor, name: str) -> Tensor:
         y = x @ weight[f"{name}.weight"].flatten(0, -2).t()
@@ -161,19 +211,19 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
         if config.norm == "layernorm":
             x = x - x.mean(-1, keepdim=True)
         y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps)
-        y = y * weight[f"{name}.weight"]
+        y = y * (one + weight[f"{name}.weight"])
         return y + weight[f"{name}.bias"] if config.norm == "layernorm" else y
 
     def head_norm(x: Tensor, name: str) -> Tensor:
         y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps)
-        return y * weight[f"{name}.weight"]
+        return y * (one + weight[f"{name}.weight"])
 
     def turn(x: Tensor) -> Tensor:
         angle = (position[:, None] * plain_rates(config))[:, None, :]
         half = angle.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         first, second = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
-        return torch.cat([first, second, rest], -1)
+        return torch.cat([gain * first, gain * second, rest], -1)
 
     def attend(x: Tensor, layer: int) -> Tensor:
         name = f"layers.{layer}.attention"
@@ -183,7 +233,8 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
         if config.qk_norm:
             q, k = head_norm(q, f"{name}.q_norm"), head_norm(k, f"{name}.k_norm")
         k, v = (part.repeat_interleave(heads // groups, 1) for part in (k, v))
-        scores = torch.einsum("tnh,snh->nts", turn(q), turn(k)) / q.shape[-1] ** 0.5
+        scale = config.attention_multiplier or q.shape[-1] ** -0.5
+        scores = torch.einsum("tnh,snh->nts", turn(q), turn(k)) * scale
         shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         shares = masks.drop_weights(shares, config.attention_dropout, batch.dropout, layer)
         return linear(torch.einsum("nts,snh->tnh", shares, v).flatten(1), f"{name}.out")
@@ -205,9 +256,13 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
         return linear(bend(linear(x, f"{name}.up")), f"{name}.down")
 
     def drop(x: Tensor, layer: int, kind: str) -> Tensor:
-        return masks.drop_rows(x, residual_p, batch.dropout, layer, kind)
+        return config.residual_multiplier * masks.drop_rows(
+            x, residual_p, batch.dropout, layer, kind
+        )
 
-    x = weight["embedding.weight"][batch.token_T]
+    given = config.embedding_multiplier
+    factor = math.sqrt(config.hidden_size) if given == "sqrt_hidden" else given
+    x = weight["embedding.weight"][batch.token_T] * factor
     if config.positions == "learned":
         x = x + weight["position.weight"][position]
     x = masks.drop_rows(x, config.embedding_dropout, batch.dropout, -1, "embedding")
@@ -216,7 +271,7 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
         x = x + drop(attend(norm(x, f"{name}.attention_norm"), layer), layer, "attention output")
         x = x + drop(feed_forward(norm(x, f"{name}.mlp_norm"), layer), layer, "mlp output")
     head = weight["embedding.weight" if config.tie_embeddings else "head.weight"]
-    return norm(x, "final_norm") @ head.t()
+    return norm(x, "final_norm") @ head.t() / config.logits_scaling
 
 
 def plain_loss(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -> Tensor:
