@@ -14,6 +14,7 @@ rank that it waits for is gone or nothing moves for too long.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -176,9 +177,10 @@ class Watch:
 
         # Ranks that live post a new beat in this time. A rank that posted its error needs no wait.
         if before is not None and not _failed(before, board.rank):
-            until = time.monotonic() + max(silent_s, 3 * self._beat_s)
-            while time.monotonic() < until:
-                time.sleep(self._beat_s / 2)
+            # Counted, not timed: while the whole machine stands, the others cannot post either.
+            pause_s = self._beat_s / 2
+            for _ in range(math.ceil(max(silent_s, 3 * self._beat_s) / pause_s)):
+                time.sleep(pause_s)
                 self._post()  # the other ranks may be looking for this one
 
         after = board.read()
