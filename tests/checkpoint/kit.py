@@ -54,7 +54,7 @@ class Hub:
     """Where the threads of one simulated group leave their messages."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.barrier = threading.Barrier(world_size, timeout=60)
         self.slots: list[Any] = [None] * world_size
 
 

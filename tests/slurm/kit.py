@@ -113,7 +113,7 @@ def start(folder: Path, environ: dict[str, str]) -> Iterator[Cluster]:
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         daemons.append(_munged(cluster))
-        wait_until((folder / "munge.sock").exists, f"munged, see {folder / 'munged.out'}", 20)
+        wait_until((folder / "munge.sock").exists, f"munged, see {folder / 'munged.out'}", 60)
         daemons.append(_daemon(cluster, "slurmctld", "slurmctld", "-D"))
         for node in ("node1", "node2"):
             daemons.append(_daemon(cluster, node, "slurmd", "-D", "-N", node))
@@ -174,7 +174,7 @@ def _end(cluster: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
     with contextlib.suppress(AssertionError, subprocess.TimeoutExpired, OSError):
         if len(daemons) == 4:
             cluster.run("scancel", "--user", getpass.getuser())
-            wait_until(lambda: not cluster.run("squeue", "--noheader"), "an empty queue", 20)
+            wait_until(lambda: not cluster.run("squeue", "--noheader"), "an empty queue", 60)
     for daemon in reversed(daemons):
         daemon.terminate()
         try:

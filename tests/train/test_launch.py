@@ -381,7 +381,7 @@ def test_an_error_that_all_ranks_share_is_told_once(runs: Runs) -> None:
 
 def test_a_killed_and_a_stopped_rank_are_named_with_their_place(runs: Runs) -> None:
     killed = launched(runs, runs.config("killed", train__steps=FOREVER, train__timeout_s=60))
-    stopped = launched(runs, runs.config("stopped", train__steps=FOREVER, train__timeout_s=6))
+    stopped = launched(runs, runs.config("stopped", train__steps=FOREVER, train__timeout_s=20))
     for name, jobs, number in (
         ("killed", killed, signal.SIGKILL),
         ("stopped", stopped, signal.SIGSTOP),
@@ -397,7 +397,7 @@ def test_a_killed_and_a_stopped_rank_are_named_with_their_place(runs: Runs) -> N
     for err in (killed[0].err, stopped[0].err):
         line = next(line for line in err.splitlines() if line.startswith(sign))
         assert re.search(r"op #\d+, step \d+, phase '\w+", line)
-    assert stopped[0].err.startswith("nothing new for 3 s: rank 0 (tp 0): ")
+    assert stopped[0].err.startswith("nothing new for 10 s: rank 0 (tp 0): ")
 
 
 def catches(pid: int, number: int) -> bool:
