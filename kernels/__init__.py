@@ -9,7 +9,7 @@ from megalite.kernels.dispatch import Backend, select
 from megalite.kernels.errors import BackendError
 from megalite.kernels.operations import Kernels
 from megalite.kernels.plain.activations import gelu, gelu_grad, swiglu, swiglu_grad
-from megalite.kernels.plain.attention import attention
+from megalite.kernels.plain.attention import attention, cached_attention
 from megalite.kernels.plain.dropout import AttentionDropout, dropout, dropout_mask
 from megalite.kernels.plain.loss import (
     cross_entropy_combine,
@@ -48,6 +48,7 @@ __all__ = [
     "accumulate_weight_grad_",
     "attention",
     "bias_grad",
+    "cached_attention",
     "cross_entropy_combine",
     "cross_entropy_grad_",
     "cross_entropy_stats",

@@ -107,6 +107,35 @@ def by_documents(
     )
 
 
+def cached_attention(
+    q_BNH: Tensor,
+    key_BKLH: Tensor,
+    value_BKLH: Tensor,
+    lengths: Sequence[int],
+    scale: float | None = None,
+) -> Tensor:
+    """out[B, N, H] of one query for each of B texts, over the first lengths[b] of its L rows.
+
+    The order of rows does not matter: a text's query sees all of them. Query head n reads key/value
+    head n // (N / K). scale and types as in `attention`.
+    """
+    if q_BNH.device.type == "cpu" and q_BNH.dtype in (torch.bfloat16, torch.float16):
+        q, key, value = q_BNH.float(), key_BKLH.float(), value_BKLH.float()
+        return cached_attention(q, key, value, lengths, scale).to(q_BNH.dtype)
+    texts, heads, head_dim = q_BNH.shape
+    rows = max(lengths)
+    seen = None
+    if min(lengths) < rows:
+        length_B = torch.tensor(lengths, device=q_BNH.device)
+        seen = torch.arange(rows, device=q_BNH.device) < length_B.view(-1, 1, 1, 1)
+    # The queries of a group go side by side over their one key head, as if they were tokens of it.
+    q_BKgH = q_BNH.view(texts, key_BKLH.shape[1], -1, head_dim)
+    out_BKgH = F.scaled_dot_product_attention(
+        q_BKgH, key_BKLH[:, :, :rows], value_BKLH[:, :, :rows], attn_mask=seen, scale=scale
+    )
+    return out_BKgH.reshape(texts, heads, head_dim)
+
+
 def _moved(drop: AttentionDropout | None, start: int) -> AttentionDropout | None:
     return None if drop is None else drop._replace(first_token=drop.first_token + start)
 

@@ -48,7 +48,7 @@ class SelfAttention(nn.Module):
         self.recompute_core = recompute_core
         self.layer = layer
         self.dropout_p = config.attention_dropout
-        self.scale = config.attention_multiplier
+        self.scale, self.window = config.attention_multiplier, config.sliding_window
 
         # The packed projection is cut by groups, so that each rank has whole ones.
         qkv, out = f"{name}.qkv", f"{name}.out"
@@ -80,10 +80,13 @@ class SelfAttention(nn.Module):
             qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, copy_values
         )
         tokens, head_dim = q.shape[0], q.shape[-1]
-        q_TnH = q.view(tokens, -1, head_dim)
-        return self.ops.attention(
-            q_TnH, k.squeeze(2), v.squeeze(2), sequences.mask, self.dropout(sequences), self.scale
-        ).flatten(1)
+        q_TnH, k_TkH, v_TkH = q.view(tokens, -1, head_dim), k.squeeze(2), v.squeeze(2)
+        mask, cache, scale = sequences.mask, sequences.cache, self.scale
+        if cache is None:
+            out = self.ops.attention(q_TnH, k_TkH, v_TkH, mask, self.dropout(sequences), scale)
+        else:
+            out = cache.attend(self.layer, q_TnH, k_TkH, v_TkH, mask, self.window, self.ops, scale)
+        return out.flatten(1)
 
     def dropout(self, sequences: Sequences) -> kernels.AttentionDropout | None:
         """The dropout of this rank's attention weights; None drops nothing."""

@@ -48,11 +48,13 @@ class PositionEmbedding(ShardedModule):
         assert seq_length <= spec.shape[0], (seq_length, spec.shape)
         self.weight = self.add_parameter("weight", spec)
 
-    def forward(self, x: Tensor, length_tokens: int) -> Tensor:
-        """x: [T, D] or [t, D], of sequences of `length_tokens`."""
-        shard = self.context.tp.rank if self.context.sequence_parallel else 0
-        token = torch.arange(shard * len(x), (shard + 1) * len(x), device=x.device)
-        return _AddPosition.apply(x, self.weight, token % length_tokens, self)
+    def forward(self, x: Tensor, position_T: Tensor | int) -> Tensor:
+        """x: [T, D] or [t, D]; position_T: of each of these tokens, or their sequences' length."""
+        if isinstance(position_T, int):
+            shard = self.context.tp.rank if self.context.sequence_parallel else 0
+            token = torch.arange(shard * len(x), (shard + 1) * len(x), device=x.device)
+            position_T = token % position_T
+        return _AddPosition.apply(x, self.weight, position_T, self)
 
 
 class _AddPosition(torch.autograd.Function):

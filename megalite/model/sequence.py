@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.model.cache import Cache
 from megalite.model.dropout import DropoutAt
 
 # The masks that are made, by document boundaries and window: a microbatch's, or those of several.
@@ -19,10 +20,12 @@ class Sequences:
 
     mask: the pairs of tokens that attend, in the kernels' form. cos_sh, sin_sh: rotary tables
     [s, R/2]; token t of the microbatch has position t mod s. dropout: the place of the microbatch
-    in its step; None drops nothing.
+    in its step; None drops nothing. cache: what keeps keys and values of texts that grow; the tables
+    then have a row for each token, s = T.
     """
 
     mask: Any
     cos_sh: Tensor
     sin_sh: Tensor
     dropout: DropoutAt | None = None
+    cache: Cache | None = None

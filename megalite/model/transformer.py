@@ -9,14 +9,17 @@ Shapes: T tokens of a microbatch, D model, V padded vocabulary; t = T / tp, v = 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.distributed import comm
 from megalite.layout.sharding import ShardSpec
 from megalite.model.block import Recompute, TransformerLayer, sum_of, times
+from megalite.model.cache import Cache
 from megalite.model.dropout import Dropout, DropoutAt
 from megalite.model.norm import make_norm
 from megalite.model.position import PositionEmbedding, rotary_tables
@@ -162,7 +165,8 @@ class Transformer(nn.Module):
             self.config.has_dropout and torch.is_grad_enabled() and micro_batch.dropout is None
         ), "a batch to train on says where it stands, or nothing would be dropped"
         mask = self._mask(micro_batch.cu_seqlens, micro_batch.masks)
-        x, delta = self.hidden(x, micro_batch.token_T, mask, micro_batch.dropout)
+        sequences = self._sequences(len(micro_batch.token_T), mask, micro_batch.dropout)
+        x, delta = self.hidden(x, micro_batch.token_T, sequences)
         if not self.last:
             return sum_of(x, delta)
 
@@ -176,30 +180,31 @@ class Transformer(nn.Module):
         self,
         x: Tensor | None,
         token_T: Tensor,
-        mask: Any,
-        dropout: DropoutAt | None = None,
+        sequences: Sequences,
+        position_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream after this stage's layers, as a layer returns it.
 
-        mask: in the kernels' form.
+        position_T: of each token; None: token t has position t mod S, S = `seq_length`.
         """
         if self.first:
             self._enter_section(0)
-            x = self.embed(token_T, dropout)
+            x = self.embed(token_T, sequences.dropout, position_T)
         assert x is not None, "a stage after the first needs the previous stage's output"
-        length = min(self.seq_length, len(token_T))
-        sequences = Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             self._enter_section(index + 1)
             x, delta = layer(x, delta, sequences)
         return x, delta
 
-    def embed(self, token_T: Tensor, dropout: DropoutAt | None) -> Tensor:
+    def embed(
+        self, token_T: Tensor, dropout: DropoutAt | None, position_T: Tensor | None = None
+    ) -> Tensor:
         """Token embeddings, with positions where they are learned: [T, D] or [t, D]."""
         x = times(self.embedding(token_T), self.embedding_multiplier)
         if self.positions is not None:
-            x = self.positions(x, min(self.seq_length, len(token_T)))
+            length = min(self.seq_length, len(token_T))
+            x = self.positions(x, length if position_T is None else position_T)
         return self.embedding_dropout(x, dropout)
 
     def final(self, x: Tensor, delta: Tensor | None) -> Tensor:
@@ -220,9 +225,49 @@ class Transformer(nn.Module):
         """Logits [T, true vocabulary] of one sequence; needs the whole model (tp = pp = 1)."""
         assert len(self.layers) == self.config.num_layers, "logits needs the whole model"
         assert self.context.tp.size == 1, "logits needs the whole vocabulary"
-        mask = self._mask([0, len(token_T)], {})
-        logits: Tensor = self.head(self.final(*self.hidden(None, token_T, mask)))
+        sequences = self._sequences(len(token_T), self._mask([0, len(token_T)], {}))
+        logits: Tensor = self.head(self.final(*self.hidden(None, token_T, sequences)))
         return logits[:, : self.config.vocab_size]
+
+    @torch.no_grad()
+    def text_logits(
+        self,
+        token_T: Tensor,
+        counts: Sequence[int],
+        cache: Cache | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, true vocabulary] after the last of `counts` tokens of each of B texts.
+
+        token_T: the texts' tokens, end to end. cache: has the tokens before these, and takes up
+        these; None: texts that are whole. rows: tokens, by their place in token_T, whose logits
+        [rows, true vocabulary] are wanted instead. Needs all layers; all tp ranks call it, without
+        sequence parallelism, and get the same.
+        """
+        assert len(self.layers) == self.config.num_layers, "text needs the whole model"
+        tp, ends, device = self.context.tp, list(accumulate(counts, initial=0)), token_T.device
+        reads_texts = cache is None or cache.is_empty
+        starts = [0] * len(counts) if cache is None else cache.begin(counts)
+        position_T = torch.tensor(
+            [p for start, n in zip(starts, counts, strict=True) for p in range(start, start + n)],
+            device=device,
+        )
+        cos, sin = (table[position_T] for table in self.rope)
+        mask = self._mask(ends, {}) if reads_texts else None
+        sequences = Sequences(mask, cos, sin, cache=cache)
+        x, delta = self.hidden(None, token_T, sequences, position_T)
+
+        # The norm and the head only of what is asked for: prompts have many tokens.
+        if rows is None:
+            rows = torch.tensor(ends[1:], device=device) - 1
+        logits_Bv: Tensor = self.head(self.final(x[rows], None if delta is None else delta[rows]))
+        parts = comm.all_gather(logits_Bv, tp).view(tp.size, *logits_Bv.shape)
+        return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
+
+    def _sequences(self, num_tokens: int, mask: Any, dropout: DropoutAt | None = None) -> Sequences:
+        """The layers' input for tokens of which token t has position t mod S."""
+        length = min(self.seq_length, num_tokens)
+        return Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
 
     def _mask(self, cu_seqlens: Sequence[int], masks: Masks) -> Any:
         """The mask of a microbatch, out of `masks` or made and put there."""
