@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +13,13 @@ from megalite.cli.options import path
 from megalite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megalite.generate.sampling import Sampling
+    from megalite.generate.write import Request
+    from megalite.train.launch import RankWork
 
 _DEVICES = "cpu|cuda"
 _PROMPT = "def "
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 1.0
+_BATCH = 8
 
 
 def generate(
@@ -38,9 +38,30 @@ def generate(
         typer.Option(
             metavar="FILE",
             parser=path,
-            help="Texts to continue: one a line, or JSON lines with a key prompt (.jsonl). "
-            "Prints JSON lines; text i, from 0, is drawn with seed + i.",
+            help="Texts to continue: one a line, or JSON lines with a key prompt (.jsonl), or "
+            "messages for a chat. Prints JSON lines; text i, from 0, is drawn with seed + i.",
         ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help=f"Texts of --prompts that are continued at once (default: {_BATCH})."
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask in a chat, by the tokenizer's own template.")
+    ] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path,
+            help="As --chat, by a template for jinja, or a tokenizer_config.json that has one.",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
     ] = None,
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", help="Tokens to add at most.")
@@ -79,6 +100,20 @@ def generate(
     ema: Annotated[
         bool, typer.Option("--ema", help="Use the average of the weights that the run kept.")
     ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", parser=path, help="Tokenizer to use (default: the run's own)."
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Start N processes here that share each layer. Under torchrun or srun all take "
+            "part.",
+        ),
+    ] = None,
     device: Annotated[
         str,
         typer.Option(
@@ -93,38 +128,93 @@ def generate(
     """
     # Everything that can be wrong is reported before torch is imported.
     problems = _problems(prompt, prompts, tokens, greedy, temperature, top_k, top_p, device)
+    problems += _more_problems(prompts, batch, stop or [], tp)
     if problems:
         raise ConfigError(problems)
-    texts = [_PROMPT if prompt is None else prompt] if prompts is None else _read(Path(prompts))
+    chat = chat or chat_template is not None
+    texts = [_PROMPT if prompt is None else prompt] if prompts is None else None
 
     from megalite.generate.sampling import Sampling
+    from megalite.generate.write import Request
 
     if temperature is None:
         temperature = 0.0 if greedy else _TEMPERATURE
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=_TOP_K if top_k is None else top_k,
-        top_p=_TOP_P if top_p is None else top_p,
-        seed=seed,
+    request = Request(
+        source=Path(run),
+        step=step,
+        weights="ema" if ema else "param",
+        prompts=texts if texts is not None else _read(Path(str(prompts)), chat),
+        as_made=prompts is None,
+        tokens=tokens,
+        sampling=Sampling(
+            temperature=temperature,
+            top_k=_TOP_K if top_k is None else top_k,
+            top_p=_TOP_P if top_p is None else top_p,
+            seed=seed,
+        ),
+        stops=stop or [],
+        batch=_BATCH if batch is None else batch,
+        tokenizer=tokenizer,
+        chat=chat,
+        template=None if chat_template is None else Path(chat_template),
     )
-    continued = _continue(run, step, texts, tokens, sampling, ema, device)
-
-    # A single prompt is printed with its continuation as it is made; several become JSON lines for
-    # programs, each when its text is whole.
-    for text, (start, pieces) in zip(texts, continued, strict=True):
-        if prompts is None:
-            _print_as_made(pieces)
-        else:
-            line = {"prompt": text, "completion": "".join(pieces)[len(start) :]}
-            typer.echo(json.dumps(line, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
+    _run(request, tp, device)
 
 
-def _print_as_made(pieces: Iterator[str]) -> None:
-    try:
-        for piece in pieces:
-            print(piece, end="", flush=True)
-    finally:
-        print(flush=True)  # interrupted, too: the message has a line of its own
+def _run(request: Request, tp: int | None, device: str) -> None:
+    """Continue the texts here, on processes that are started here, or on those of a launcher."""
+    import torch
+
+    from megalite.checkpoint.find import find_checkpoint
+    from megalite.distributed.mesh import Mesh
+    from megalite.generate.generate import text_config
+    from megalite.generate.write import write_texts
+    from megalite.layout.topology import Topology
+    from megalite.process.launcher import device_kind, read_launch
+    from megalite.train.launch import run_ranks
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda: this torch sees no CUDA device; leave it out")
+    launch = read_launch()
+    started = launch.source != "single"
+    if started and tp not in (None, launch.world_size):
+        raise ConfigError(
+            f"--tp={tp}, but {launch.source} started {launch.world_size} processes, which all "
+            "take part; leave --tp out"
+        )
+    size = launch.world_size if started else tp or 1
+    if size == 1:
+        return write_texts(Mesh(Topology(), torch.device(device)), request)
+
+    # Each rank hashes the files; here only the settings are wanted.
+    checkpoint = find_checkpoint(request.source, step=request.step, verify="size")
+    config = text_config(checkpoint, size)
+    code = run_ranks(
+        _generate_rank, config, launch, (request,), local=not started, device=device_kind(device)
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def _generate_rank() -> RankWork:
+    from megalite.generate.write import generate_rank
+
+    return generate_rank
+
+
+def _more_problems(
+    prompts: str | None, batch: int | None, stops: list[str], tp: int | None
+) -> list[str]:
+    problems = []
+    if batch is not None and prompts is None:
+        problems.append(f"--batch={batch} has no effect without --prompts; leave it out")
+    if batch is not None and batch < 1:
+        problems.append(f"--batch={batch} needs to be at least 1")
+    if "" in stops:
+        problems.append("--stop is empty; give the text that ends the answer")
+    if tp is not None and tp < 1:
+        problems.append(f"--tp={tp} needs to be at least 1")
+    return problems
 
 
 def _problems(
@@ -159,7 +249,7 @@ def _problems(
     return problems
 
 
-def _read(file: Path) -> list[str]:
+def _read(file: Path, chat: bool) -> list[str | list[dict[str, str]]]:
     """The prompts of a file, one a line; blank lines are left out."""
     try:
         # Not splitlines(): it also cuts at U+2028 and others, which JSON keeps inside a text.
@@ -167,7 +257,7 @@ def _read(file: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--prompts={file} cannot be read: {error}") from None
     texts = [
-        _prompt_of(line, f"{file}, line {number}") if file.suffix == ".jsonl" else line
+        _prompt_of(line, f"{file}, line {number}", chat) if file.suffix == ".jsonl" else line
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -176,62 +266,27 @@ def _read(file: Path) -> list[str]:
     return texts
 
 
-def _prompt_of(line: str, position: str) -> str:
-    """The prompt of a JSON line; `position` names the line in the error."""
+def _prompt_of(line: str, position: str, chat: bool) -> str | list[dict[str, str]]:
+    """The prompt or the messages of a JSON line; `position` names the line in the error."""
     try:
         record = json.loads(line)
     except ValueError:
         record = None
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    if not isinstance(prompt, str):
-        raise DataError(f"{position}: needs a JSON object with a text under the key prompt")
-    return prompt
+    found = record if isinstance(record, dict) else {}
+    prompt, messages = found.get("prompt"), found.get("messages")
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        if chat:
+            return messages
+        raise DataError(f"{position}: holds messages, which need --chat")
+    raise DataError(
+        f"{position}: needs a JSON object with a text under the key prompt, or a list of "
+        "messages, each with role and content, under the key messages"
+    )
 
 
-def _continue(
-    run: str,
-    step: int | None,
-    texts: list[str],
-    tokens: int,
-    sampling: Sampling,
-    ema: bool,
-    device: str,
-) -> list[tuple[str, Iterator[str]]]:
-    """For each text: the text as the tokenizer reads it, and the pieces of it and what follows.
-
-    Nothing is made before the pieces are asked for, but all texts have been checked.
-    """
-    import dataclasses
-
-    import torch
-
-    from megalite.checkpoint.find import find_checkpoint
-    from megalite.data.tokenizer import first_change
-    from megalite.generate.generate import generate as sample
-    from megalite.generate.generate import load_model, load_tokenizer, text_pieces
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device=cuda: this torch sees no CUDA device; leave it out")
-    checkpoint = find_checkpoint(Path(run), step=step)
-    model, config = load_model(checkpoint, torch.device(device), "ema" if ema else "param")
-    tokenizer = load_tokenizer(config)
-
-    # A seed of its own for each text: the same text gives the same continuation in any file.
-    continued = []
-    for index, text in enumerate(texts):
-        ids = [*tokenizer.prefix_ids, *tokenizer.encode(text)]
-        if (decoded := tokenizer.decode(ids)) != text:
-            change = first_change(text, decoded)
-            typer.echo(
-                f"warning: tokenizer {tokenizer.files.path} changes the prompt: {change}", err=True
-            )
-        added = sample(
-            model,
-            ids,
-            tokens,
-            dataclasses.replace(sampling, seed=sampling.seed + index),
-            eos_id=tokenizer.eos_id,
-            num_ids=tokenizer.vocab_size,
-        )
-        continued.append((decoded, text_pieces(tokenizer, ids, added)))
-    return continued
+def _is_message(value: object) -> bool:
+    """True for {"role": text, "content": text}, perhaps with more."""
+    named = value if isinstance(value, dict) else {}
+    return isinstance(named.get("role"), str) and isinstance(named.get("content"), str)

@@ -1,1 +1,5 @@
-"""Text from checkpoints. Reading order: `sampling` (chooses a token), then `generate`."""
+"""Text from checkpoints.
+
+Reading order: `sampling` (chooses a token), `generate`, then `pieces` and `chat` (text in and out),
+and `write`, which is the verb after its options.
+"""

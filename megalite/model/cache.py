@@ -52,7 +52,7 @@ class Cache:
         Every count is 1 unless it is the first forward.
         """
         self._reads_texts, before = self.is_empty, self.lengths
-        assert len(counts) == len(before) and all(counts), (counts, before)
+        assert len(counts) == len(before), (counts, before)
         assert self._reads_texts or set(counts) == {1}, "texts grow by a token at a time"
         self._counts, self._places = counts, {}
         self.lengths = [length + count for length, count in zip(before, counts, strict=True)]
@@ -95,7 +95,7 @@ class Cache:
         """Go on with these of the texts alone, in this order."""
         self.lengths = [self.lengths[text] for text in texts]
         for layer, (keys, values) in self._layers.items():
-            index = torch.tensor(texts, device=keys.device)
+            index = torch.tensor(texts, dtype=torch.int64, device=keys.device)
             self._layers[layer] = (keys[index], values[index])
 
     def _place(self, rows: int, device: torch.device) -> _Places:

@@ -20,7 +20,7 @@ class Sequences:
 
     mask: the pairs of tokens that attend, in the kernels' form. cos_sh, sin_sh: rotary tables
     [s, R/2]; token t of the microbatch has position t mod s. dropout: the place of the microbatch
-    in its step; None drops nothing. cache: what keeps keys and values of texts that grow; the tables
+    in its step; None drops nothing. cache: has the keys and values of texts that grow; the tables
     then have a row for each token, s = T.
     """
 

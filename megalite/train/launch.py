@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from megalite.checks import check_and_resolve
 from megalite.config import RunConfig
@@ -16,6 +18,8 @@ from megalite.process.gpu_variables import prepare_gpus
 from megalite.process.launcher import DeviceKind, Launch
 from megalite.process.signals import SignalFlag
 from megalite.train.start_checks import require_resumable
+
+RankWork = Callable[..., int]
 
 
 def train_command(
@@ -44,27 +48,56 @@ def train_command(
         require_resumable(config, accept)
         if device != "cpu":
             prepare_gpus(config.folder)
-        if local:
-            code = _run_all_ranks(config, device, accept, flag)
-        else:
-            code = _run_this_rank(launch, config, device, accept, flag)
+        code = run_ranks(
+            _train_rank, config, launch, (accept,), local=local, device=device, flag=flag
+        )
         flag.ignore()
         sys.exit(code)
 
 
+def _train_rank() -> RankWork:
+    from megalite.train.rank import train_rank
+
+    # Autograd imports it at the first backward, which takes a second: once, before any fork.
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return train_rank
+
+
+def run_ranks(
+    load_work: Callable[[], RankWork],
+    config: RunConfig,
+    launch: Launch,
+    arguments: tuple[Any, ...],
+    *,
+    local: bool,
+    device: DeviceKind,
+    flag: SignalFlag | None = None,
+) -> int:
+    """Run a rank's work here, on this rank or on all, as `train_command`; returns an exit code.
+
+    load_work: imports the function that is called on each rank with its launch, its device, the
+    config, `arguments`, and the rank's own flag if there is a `flag`, which lets ranks remember
+    signals. As one of several ranks that a launcher started, this process ends here.
+    """
+    if local:
+        return _run_all_ranks(load_work, config, arguments, device, flag)
+    return _run_this_rank(load_work, launch, config, arguments, device, flag)
+
+
 def _run_all_ranks(
-    config: RunConfig, device: DeviceKind, accept: frozenset[str], flag: SignalFlag
+    load_work: Callable[[], RankWork],
+    config: RunConfig,
+    arguments: tuple[Any, ...],
+    device: DeviceKind,
+    flag: SignalFlag | None,
 ) -> int:
     """Start all ranks on this host; returns the run's exit code."""
     from megalite.process.local import run_local
-    from megalite.train.rank import train_rank
 
-    # Autograd imports it at the first backward, which takes a second: once, before the forks.
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
     return run_local(
-        train_rank,
+        load_work(),
         Topology.of(config.parallel).world_size,
-        (config, accept),
+        (config, *arguments),
         device=device,
         timeout_s=config.train.timeout_s,
         flag=flag,
@@ -72,16 +105,22 @@ def _run_all_ranks(
 
 
 def _run_this_rank(
-    launch: Launch, config: RunConfig, kind: DeviceKind, accept: frozenset[str], flag: SignalFlag
+    load_work: Callable[[], RankWork],
+    launch: Launch,
+    config: RunConfig,
+    arguments: tuple[Any, ...],
+    kind: DeviceKind,
+    flag: SignalFlag | None,
 ) -> int:
     """Run this process's rank: returns the exit code of a lone rank, otherwise ends the process."""
-    flag.listen()
+    if flag is not None:
+        flag.listen()
 
     from megalite.process.env import pick_device
-    from megalite.train.rank import run_rank_and_exit, train_rank
+    from megalite.train.rank import run_rank_and_exit
 
     device = pick_device(launch, kind)
+    handed = (config, *arguments, *(() if flag is None else (flag,)))
     if launch.world_size == 1:
-        return train_rank(launch, device, config, accept, flag)
-    timeout_s = config.train.timeout_s
-    run_rank_and_exit(train_rank, launch, device, (config, accept, flag), timeout_s, flag)
+        return load_work()(launch, device, *handed)
+    run_rank_and_exit(load_work(), launch, device, handed, config.train.timeout_s, flag)

@@ -53,6 +53,8 @@ from megalite.train.position import Position
 from megalite.train.resume import resume
 from megalite.train.retention import Retention
 from megalite.train.run_data import describe_data, open_data, require_same_data
+from megalite.train.run_tokenizer import RECORD as TOKENIZER
+from megalite.train.run_tokenizer import keep_tokenizer, tokenizer_files, tokenizer_record
 from megalite.train.weights import load_weights
 
 
@@ -93,6 +95,7 @@ class Trainer:
         drain = drain_part(mesh.pp.size, mesh.dp.size)
         self.clock = StepClock(mesh.ledger, drain, self._is_measured)
         self.loader: Loader[list[MicroBatch]] | None = None
+        self.tokenizer = tokenizer_files(config)
         self.retention = Retention(config, self.log)
         self._saved_at_s = time.monotonic()
 
@@ -293,6 +296,7 @@ class Trainer:
         kept = self.at.state() | {
             "data": as_saved(self.data.identities),
             "kernels": kernel_record(self.engine.ops),
+            TOKENIZER: tokenizer_record(self.tokenizer),
         }
         path = state.save_run(self.engine, self.checkpoints, self.step, kept)
         self.at.saved_step, self._saved_at_s = self.step, time.monotonic()
@@ -344,6 +348,7 @@ class Trainer:
             *self.retention.survey(),
         ]
         self.log.open(at.step, at.total_steps, first, lines)
+        keep_tokenizer(self.tokenizer, self.folder)
 
     def _leave(self, code: int, reason: str) -> int:
         more = "; the same command goes on from there" if code == EXIT_SAVED else ""

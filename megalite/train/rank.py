@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -105,8 +106,30 @@ def train_rank(
     `accept`: settings that may differ from those of the checkpoint to resume from. After a run
     that no error ended, signals are ignored, so that they cannot replace its code.
     """
+    signals = flag or SignalFlag()
+    with signals:
+        console = Console(quiet=launch.rank != 0)
+        with joined_mesh(launch, device, config, accept, signals, console) as mesh:
+            code = Trainer(config, mesh, console, accept, signals).run()
+        signals.ignore()
+        return code
+
+
+@contextmanager
+def joined_mesh(
+    launch: Launch,
+    device: torch.device,
+    config: RunConfig,
+    accept: frozenset[str] = frozenset(),
+    signals: SignalFlag | None = None,
+    console: Console | None = None,
+) -> Iterator[Mesh]:
+    """The mesh of this rank, with its groups, watched; the ranks have compared their configs.
+
+    `signals`: those that the rank remembers. Out of memory is explained on the way out.
+    """
     timeout_s = config.train.timeout_s
-    console = Console(quiet=launch.rank != 0)
+    console = console or Console(quiet=launch.rank != 0)
     if device.type == "cuda":  # before Triton is imported, and before there are threads
         bind_to_gpu(launch)
         use_cache_of_host(launch)
@@ -115,29 +138,25 @@ def train_rank(
     if config.train.deterministic:
         prepare_deterministic()
         use_deterministic(True)
-    signals = flag or SignalFlag()
-    with signals:
-        mesh = Mesh(Topology.of(config.parallel), device, timeout_s=timeout_s)
-        board = Board.of_world(launch.rank, launch.world_size)
-        watch = Watch(
-            mesh.ledger,
-            timeout_s * _WATCH_SHARE,
-            _print_redacted,
-            board,
-            asked_s=signals.asked_s,
-            advice=recorder_advice() if mesh.backend == "nccl" else "",
-        )
-        try:
-            with watch, explained_out_of_memory(config, mesh):
-                # Configs are compared before groups are made, because settings decide the groups.
-                require_same_config(config, mesh, accept)
-                mesh.create()
-                code = Trainer(config, mesh, console, accept, signals).run()
-        finally:
-            if launch.source == "local":  # otherwise `run_rank_and_exit` still uses its board
-                _leave(board)
-        signals.ignore()
-        return code
+    mesh = Mesh(Topology.of(config.parallel), device, timeout_s=timeout_s)
+    board = Board.of_world(launch.rank, launch.world_size)
+    watch = Watch(
+        mesh.ledger,
+        timeout_s * _WATCH_SHARE,
+        _print_redacted,
+        board,
+        asked_s=signals.asked_s if signals is not None else lambda since: 0.0,
+        advice=recorder_advice() if mesh.backend == "nccl" else "",
+    )
+    try:
+        with watch, explained_out_of_memory(config, mesh):
+            # Configs are compared before groups are made, because settings decide the groups.
+            require_same_config(config, mesh, accept)
+            mesh.create()
+            yield mesh
+    finally:
+        if launch.source == "local":  # otherwise `run_rank_and_exit` still uses its board
+            _leave(board)
 
 
 def _print_redacted(text: str) -> None:

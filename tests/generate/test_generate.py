@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,13 +24,15 @@ from megalite.cli.main import app
 from megalite.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_of
 from megalite.data.tokenizer_files import model_files
 from megalite.errors import ConfigError, DataError
-from megalite.generate.generate import generate, load_model, load_tokenizer, text_pieces
+from megalite.generate.generate import Text, generate, load_model
+from megalite.generate.pieces import Pieces
 from megalite.generate.sampling import Sampling
 from tests.corpus.kit import prepare
 from tests.pool import RankPool
-from tests.train.kit.runs import make_config, train, world_size
+from tests.train.kit.runs import make_config, train, world_size, write_tokens
 
 VOCAB = 290
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "run" / "data" / "tiny.model"
 LAYOUTS = ("tp2", "3d")
 
 
@@ -136,12 +139,39 @@ def test_pieces_of_text_never_change_what_was_printed(
     any_ids = st.lists(st.integers(0, VOCAB - 1), max_size=12)
     a_text = st.text(max_size=8).map(tokenizer.encode)
     prompt, ids = (data.draw(st.one_of(any_ids, a_text)) for _ in range(2))
-    assert "".join(text_pieces(tokenizer, prompt, ids)) == tokenizer.decode(prompt + ids)
+    assert "".join(pieces_of(tokenizer, prompt, ids)) == tokenizer.decode(prompt + ids)
+
+
+def pieces_of(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+    pieces = Pieces(tokenizer, prompt)
+    return [pieces.add(), *(pieces.add(token) for token in ids), pieces.rest()]
+
+
+@given(st.data())
+def test_a_text_ends_before_the_first_stop_wherever_it_is_cut(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    """No part of a stop is ever printed, and nothing before it is lost; prompts have no stops."""
+    letters = st.text(alphabet="ab\u4e2d", max_size=12)
+    prompt, text = data.draw(letters), data.draw(letters)
+    stops = data.draw(st.lists(st.text(alphabet="ab\u4e2d", min_size=1, max_size=3), max_size=3))
+    pieces = Pieces(tokenizer, tokenizer.encode(prompt), stops)
+    printed = pieces.add()
+    whole = tokenizer.encode(prompt) + tokenizer.encode(text)
+    for token in tokenizer.encode(text):
+        printed += pieces.add(token)
+        if pieces.stopped:
+            break
+    printed += pieces.rest()
+    answer = tokenizer.decode(whole)[len(pieces.start) :]
+    ends = [answer.find(stop) for stop in stops if stop in answer]
+    assert printed == pieces.start + answer[: min(ends, default=len(answer))]
+    assert pieces.stopped == bool(ends)
 
 
 def test_a_character_is_a_piece_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("f\u4e2d\U0001f600 x\ufffd")
-    pieces = list(text_pieces(tokenizer, [], ids))
+    pieces = pieces_of(tokenizer, [], ids)
     joined = [piece for piece in pieces if piece in ("f", "\u4e2d", "\U0001f600")]
     assert joined == ["f", "\u4e2d", "\U0001f600"]
     assert "".join(pieces) == tokenizer.decode(ids)
@@ -210,9 +240,9 @@ def test_a_prompt_that_the_tokenizer_changes_is_shown_as_read(runs: Path) -> Non
     result = invoke(runs / "tp2", "--prompt", "def\u2581f", "--tokens", 1)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("def f")
+    (own,) = (runs / "tp2").glob("tokenizer-*")
     assert result.stderr == (
-        f"warning: tokenizer {runs / 'data.model'} changes the prompt: 'def\u2581f' comes back as "
-        "'def f'\n"
+        f"warning: tokenizer {own} changes the prompt: 'def\u2581f' comes back as 'def f'\n"
     )
     assert invoke(runs / "tp2", "--prompt", "def \u7231", "--tokens", 1).stderr == ""
 
@@ -234,6 +264,12 @@ def test_a_prompt_that_the_tokenizer_changes_is_shown_as_read(runs: Path) -> Non
         (["--device", "tpu"], "--device=tpu needs to be cpu or cuda"),
         (["--device", "cuda"], "--device=cuda: this torch sees no CUDA device"),
         (["--prompts", "gone.txt"], "--prompts=gone.txt cannot be read"),
+        (["--batch", "4"], "--batch=4 has no effect without --prompts"),
+        (["--stop", ""], "--stop is empty"),
+        (["--tp", "0"], "--tp=0 needs to be at least 1"),
+        (["--tp", "3"], "parallel.tp=3"),
+        (["--chat-template", "gone.jinja"], "--chat-template=gone.jinja cannot be read"),
+        (["--tokenizer", "gone.model"], "tokenizer gone.model: cannot be read"),
         (["--prompt", ""], "the prompt gives the token ids []"),
         (["--step", "7"], "step-00000007 does not exist; there are: step-00000001, step-00000002"),
         (["--ema"], "holds no average of the weights"),
@@ -256,19 +292,133 @@ def test_without_a_checkpoint_it_is_refused_in_a_line(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_tokenizer_it_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"resume it with data\.tokenizer=FILE, which its next"):
-        load_tokenizer(make_config(tmp_path, "speechless"))
+def added(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
+    text = Text(prompt, tokens, Sampling(temperature=0), **options)
+    return [token for _, token in generate(model, [text])]
 
 
 def test_it_stops_after_the_end_of_a_document(runs: Path) -> None:
     model, _ = load_model(find_checkpoint(runs / "tp2"))
-    first = list(generate(model, [5, 6], 8, Sampling(temperature=0)))
+    first = added(model, [5, 6], 8)
     assert len(first) == 8
-    stopped = list(generate(model, [5, 6], 8, Sampling(temperature=0), eos_id=first[0]))
-    assert stopped == first[:1]
+    assert added(model, [5, 6], 8, end_ids={first[0]}) == first[:1]
     with pytest.raises(DataError, match="must give one or more below 400"):
-        generate(model, [400], 1)
+        added(model, [400], 1)
+
+
+def test_texts_side_by_side_are_those_of_whole_contexts(runs: Path) -> None:
+    """Of several lengths and ends, one longer than the model's context of 16, most beyond it."""
+    model, _ = load_model(find_checkpoint(runs / "tp2"))
+    prompts = [[5, 6], [7] * 15, list(range(20)), [9], [11, 12, 13]]
+    lengths = [30, 4, 6, 1, 16]
+    draws = [Sampling(temperature=1.0, top_k=0, seed=number) for number in range(5)]
+    want = []
+    for prompt, tokens, draw in zip(prompts, lengths, draws, strict=True):
+        text, generator = list(prompt), draw.generator()
+        for _ in range(tokens):
+            logits = model.logits(torch.tensor(text[-16:]))[-1]
+            text.append(draw.pick(logits, generator))
+        want.append(text)
+    texts = [Text(*each) for each in zip(prompts, lengths, draws, strict=True)]
+    assert sum(1 for _ in generate(model, texts)) == sum(lengths)
+    assert [text.tokens for text in texts] == want
+
+
+def test_prompts_are_answered_in_batches_of_any_size(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("def f\nreturn x\nx\nx + 1 +\ndef\n")
+    options = ("--prompts", tmp_path / "prompts.txt", "--tokens", 20, "--seed", 5)
+    outputs = {invoke(runs / "tp2", *options, "--batch", size).output for size in (1, 2, 8)}
+    assert len(outputs) == 1
+    assert len(outputs.pop().splitlines()) == 5
+
+
+def test_a_stop_ends_the_text_and_is_left_out(runs: Path) -> None:
+    options = ("--greedy", "--tokens", 40, "--prompt", "def")
+    whole = invoke(runs / "tp2", *options).output
+    stop = whole[10:12]
+    cut = invoke(runs / "tp2", *options, "--stop", stop, "--stop", "\u4e2d")
+    assert cut.exit_code == 0, cut.output
+    assert cut.output == whole[: whole.index(stop, len("def"))] + "\n"
+
+
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{{ message.role }}: {{ message.content }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}
+assistant:{% endif %}"""
+
+
+def test_a_chat_prints_the_answer_alone(runs: Path, tmp_path: Path) -> None:
+    names = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": TEMPLATE, **names}))
+    chats = [[{"role": "user", "content": "def f"}]]
+    chats.append([{"role": "system", "content": "x"}, *chats[0]])
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
+    options = ("--chat-template", config, "--greedy", "--tokens", 9)
+    lines = invoke(runs / "tp2", "--prompts", tmp_path / "chats.jsonl", *options)
+    assert lines.exit_code == 0, lines.output
+    found = [json.loads(line) for line in lines.output.splitlines()]
+    assert [line["messages"] for line in found] == chats
+    one = invoke(runs / "tp2", "--prompt", "def f", *options)
+    assert one.output == found[0]["completion"] + "\n"
+
+    # By hand: the names of control ids in the chat's text are these ids.
+    tokenizer = open_tokenizer(runs / "data.model")
+    model, _ = load_model(find_checkpoint(runs / "tp2"))
+    controls = tokenizer.special_texts
+    text = tokenizer.encode("user: def f"), tokenizer.encode("\nassistant:")
+    prompt = [controls["<s>"], *text[0], controls["</s>"], *text[1]]
+    ids = [prompt[-1], *added(model, prompt, 9, end_ids={tokenizer.eos_id})]
+    assert tokenizer.decode(ids)[1:] == found[0]["completion"]
+
+
+def test_tensor_parallel_ranks_write_what_one_process_does(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("def f\nreturn x\nx\n")
+    options = ["--prompts", str(tmp_path / "prompts.txt"), "--tokens", "20", "--seed", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megalite", "generate", runs / "3d", *options, "--tp", "2"],
+        capture_output=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == invoke(runs / "3d", *options).output
+
+
+def test_a_copied_run_has_its_tokenizer(runs: Path, tmp_path: Path) -> None:
+    """Nothing but the run folder; a damaged or foreign file is refused."""
+    shutil.copytree(runs / "3d", tmp_path / "run")
+    (runs / "data.model").rename(runs / "away.model")
+    options = ("--greedy", "--tokens", 8)
+    try:
+        copied = invoke(tmp_path / "run", *options)
+        (own,) = (tmp_path / "run").glob("tokenizer-*")
+        assert (own / "tokenizer.model").read_bytes() == (runs / "away.model").read_bytes()
+        own.rename(tmp_path / "other")
+        gone = invoke(tmp_path / "run", *options)
+        named = invoke(tmp_path / "run", *options, "--tokenizer", tmp_path / "other")
+        own.mkdir()
+        shutil.copyfile(FIXTURE, own / "tokenizer.model")
+        damaged = invoke(tmp_path / "run", *options)
+    finally:
+        (runs / "away.model").rename(runs / "data.model")
+    assert copied.exit_code == named.exit_code == 0, (copied.output, named.output)
+    assert copied.output == named.output == invoke(runs / "3d", *options).output
+    assert gone.exit_code == damaged.exit_code == 2
+    assert "the run's tokenizer is neither in its folder nor at data.tokenizer=" in gone.stderr
+    assert f"error: tokenizer {own} (sha256 " in damaged.stderr
+
+
+def test_without_a_tokenizer_it_is_refused_with_the_remedy(tmp_path: Path, pool: RankPool) -> None:
+    write_tokens(tmp_path / "data", 8)
+    config = make_config(tmp_path, "speechless", train__steps=0)
+    pool.run(train, 1, [(config, None)])
+    result = invoke(tmp_path / "speechless")
+    assert result.exit_code == 2
+    assert "give --tokenizer FILE, or resume it with data.tokenizer=FILE" in result.stderr
 
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 3.0, -1.0])

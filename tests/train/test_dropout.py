@@ -12,7 +12,7 @@ import torch
 from megalite.checkpoint.find import find_checkpoint
 from megalite.config import RunConfig
 from megalite.corpus.indexed_writer import IndexedWriter
-from megalite.generate.generate import generate, load_model
+from megalite.generate.generate import Text, generate, load_model
 from tests.pool import RankPool
 from tests.tolerances import PARITY_FLOAT64
 from tests.train.kit.runs import (
@@ -170,7 +170,7 @@ def test_a_run_with_dropout_generates_without(serial: dict[str, Path]) -> None:
     model, _ = load_model(find_checkpoint(serial["dropped"]))
     assert model.config.family == "gpt2"
     assert model.config.has_dropout
-    texts = [list(generate(model, [1, 2, 3], 20)) for _ in range(2)]
+    texts = [[token for _, token in generate(model, [Text([1, 2, 3], 20)])] for _ in range(2)]
     assert len(texts[0]) == 20  # beyond the context of 16 tokens
     assert texts[0] == texts[1]
     tokens = torch.arange(16)

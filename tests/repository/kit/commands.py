@@ -76,6 +76,9 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     ),
     'megalite generate runs/quickstart --prompt "import " --tokens 32 --temperature 0.8 --top-k 50 '
     "--seed 7": ({}, ""),
+    "printf 'def \\nclass \\n' > prompts.txt": ({}, ""),
+    "megalite generate runs/quickstart --prompts prompts.txt --greedy --tokens 32 --stop "
+    '"return" --tp 2': ({}, ""),
     "megalite info runs/quickstart": ({}, ""),
     "megalite doctor": ({}, ""),
     "megalite schedule zb-v --pp 4 --microbatches 8": ({}, ""),
