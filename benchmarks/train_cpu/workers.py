@@ -30,6 +30,7 @@ from benchmarks.train_cpu.setup import (
     rank_batches,
     step_tokens,
 )
+from megalite.distributed.clock import Mark, seconds_between
 from megalite.distributed.mesh import Mesh
 from megalite.train.batch import TokenBatch
 from megalite.train.engine import Engine
@@ -90,9 +91,15 @@ class TrainWorker:
 
     def profile(self) -> Profile:
         """One step under the profiler."""
-        ledger = self.mesh.ledger
-        ledger.reset()
-        return profile_step(lambda: self.step().seconds, lambda: sum(ledger.seconds.values()))
+        waits: list[tuple[str, Mark, Mark]] = []
+        self.mesh.ledger.waits = waits
+        try:
+            return profile_step(
+                lambda: self.step().seconds,
+                lambda: sum(seconds_between(began, ended) for _, began, ended in waits),
+            )
+        finally:
+            self.mesh.ledger.waits = None
 
 
 class MegaliteWorker(TrainWorker):

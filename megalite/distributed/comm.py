@@ -87,7 +87,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
     reduce_op = _reduce_op(op)
     if axis.size == 1 or x.numel() == 0:
         return Handle(x)
-    _count(axis, "all_reduce", 2 * _ring_bytes(x, axis))
+    axis.ledger.start("all_reduce", axis.name, 2 * _ring_bytes(x, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         if axis.backend == "gloo" and axis.size * x.nbytes <= _EXCHANGE_BYTES:
             return _reduce_by_exchange(x, axis, op)
@@ -162,7 +162,7 @@ def all_to_all(
     if axis.size == 1:
         return x
     sent_away = sum(send_sizes) - send_sizes[axis.rank]
-    _count(axis, "all_to_all", sent_away * x.element_size())
+    axis.ledger.start("all_to_all", axis.name, sent_away * x.element_size())
     out = x.new_empty(sum(receive_sizes))
     with axis.ledger.blocked(axis.name, starting=True):
         work = dist.all_to_all_single(
@@ -175,7 +175,7 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
     """`x` of axis rank `src`, in place in every rank's `x`; same shape and dtype everywhere."""
     if axis.size == 1 or x.numel() == 0:
         return x
-    _count(axis, "broadcast", _ring_bytes(x, axis))
+    axis.ledger.start("broadcast", axis.name, _ring_bytes(x, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         flat = x.contiguous()
         work = dist.broadcast(flat, src=axis.ranks[src], group=axis.group, async_op=True)
@@ -187,7 +187,7 @@ def barrier(axis: Axis) -> None:
     if axis.size == 1:
         return
     token = torch.zeros(1, device=axis.device)
-    _count(axis, "barrier", 2 * _ring_bytes(token, axis))
+    axis.ledger.start("barrier", axis.name, 2 * _ring_bytes(token, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         work = dist.all_reduce(token, group=axis.group, async_op=True)
     Handle(token, work, axis, lambda: token.item()).wait()  # on CUDA the host, too, waits
@@ -217,7 +217,7 @@ def gather_object(value: Any, axis: Axis) -> list[Any]:
         return [json.loads(json.dumps(value))]
     padded, lengths = _padded(value, axis)
     rows = [torch.empty_like(padded) for _ in lengths] if axis.rank == 0 else None
-    _count(axis, "gather", padded.nbytes)
+    axis.ledger.start("gather", axis.name, padded.nbytes)
     with axis.ledger.blocked(axis.name, starting=True):
         work = dist.gather(padded, rows, group=axis.group, group_dst=0, async_op=True)
     Handle(padded, work, axis).wait()
@@ -272,7 +272,7 @@ _ROWS = torch.contiguous_format
 
 
 def _gather(out: Tensor, mine: Tensor, axis: Axis) -> Handle:
-    _count(axis, "all_gather", _ring_bytes(out, axis))
+    axis.ledger.start("all_gather", axis.name, _ring_bytes(out, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         if axis.backend == "gloo" and axis.size > 2 and out.nbytes <= _EXCHANGE_BYTES:
             sent = mine.reshape(-1).repeat(axis.size)
@@ -283,7 +283,7 @@ def _gather(out: Tensor, mine: Tensor, axis: Axis) -> Handle:
 
 
 def _scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
-    _count(axis, "reduce_scatter", _ring_bytes(x, axis))
+    axis.ledger.start("reduce_scatter", axis.name, _ring_bytes(x, axis))
     with axis.ledger.blocked(axis.name, starting=True):
         if axis.backend != "gloo":
             work = _scatter_tensor(out, x, group=axis.group, async_op=True)
@@ -324,10 +324,6 @@ def _store(x: Tensor, flat: Tensor) -> None:
     if flat is not x:
         with torch.no_grad():
             x.copy_(flat)
-
-
-def _count(axis: Axis, op: str, num_bytes: float) -> None:
-    axis.ledger.start(op, axis.name, num_bytes)
 
 
 def _ring_bytes(x: Tensor, axis: Axis) -> float:

@@ -1,19 +1,17 @@
 """The record of this rank's operations between ranks: bytes sent, and how long it waited.
 
 Counts and byte sums since the last `reset` (a step), and the operation that this rank waits in, so
-that the message of an error or a timeout can name it. `seconds` is the host's clock: on CUDA,
-waiting for a collective only orders streams, so seconds there are launch time, not transfer time.
-The host is ahead of the device there, so operations are followed to their end on the device; the
-oldest that has not ended is the one that the rank waits in.
+that the message of an error or a timeout can name it. On CUDA the host is ahead of the device, so
+operations are followed to their end on the device; the oldest that has not ended is the one that
+the rank waits in.
 
-While `waits` is a list, each wait is also marked on the device's own clock (`clock.py`): on CUDA
+While `waits` is a list, each wait is marked on the device's own clock (`clock.py`): on CUDA
 two events on the current stream, a few microseconds of host time, and no synchronisation. The start
 of an operation, for which no stream waits, has no mark there.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -71,7 +69,7 @@ class _Lane:
 class _Blocked:
     """The block of `Ledger.blocked`. A class, since a generator takes seven calls more."""
 
-    __slots__ = ("axis", "began", "ledger", "mark", "starting", "waiting_for")
+    __slots__ = ("axis", "ledger", "mark", "starting", "waiting_for")
 
     def __init__(self, ledger: Ledger, axis: str, waiting_for: Op | None, starting: bool) -> None:
         self.ledger, self.axis = ledger, axis
@@ -79,18 +77,16 @@ class _Blocked:
 
     def __enter__(self) -> None:
         ledger = self.ledger
-        self.began = time.perf_counter()
         unmarked = ledger.waits is None or (self.starting and ledger.clock.of_stream)
         self.mark = None if unmarked else ledger.clock.mark()
         ledger._blocked_in = self.waiting_for or ledger.last_op
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ledger = self.ledger
-        if isinstance(error, Exception):
+        if error is not None and isinstance(error, Exception):  # an exit is seldom an error's
             ledger.broken_by = error
             error.add_note(ledger.describe())
         ledger._blocked_in = None
-        ledger.seconds[self.axis] += time.perf_counter() - self.began
         if ledger.waits is not None and self.mark is not None:
             ledger.waits.append((self.axis, self.mark, ledger.clock.mark()))
 
@@ -124,7 +120,6 @@ class Ledger:
         self.broken_by: Exception | None = None  # the last error that was raised by a wait
         self.counts: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes_sent: dict[tuple[str, str], float] = defaultdict(float)
-        self.seconds: dict[str, float] = defaultdict(float)
 
     def start(self, name: str, axis: str, num_bytes: float, channel: Channel | None = None) -> Op:
         """Count operation `name` on `axis`, by which this rank sends `num_bytes`."""
@@ -148,7 +143,8 @@ class Ledger:
     def blocked(
         self, axis: str, waiting_for: Op | None = None, *, starting: bool = False
     ) -> _Blocked:
-        """Time the host's wait on `axis`; an error that passes gets this rank's place as a note.
+        """A wait on `axis`, marked if waits are; an error that passes gets this rank's place as a
+        note.
 
         `waiting_for` is the operation when it is not the last one started. `starting`: an
         operation starts, and nothing waits for its end.
@@ -188,7 +184,6 @@ class Ledger:
         """Forget the totals (once a step); the operation number and the place stay."""
         self.counts.clear()
         self.bytes_sent.clear()
-        self.seconds.clear()
 
 
 def lane_name(axis: str, channel: Channel | None) -> str:
