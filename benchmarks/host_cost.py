@@ -27,6 +27,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -67,10 +68,10 @@ class _NoGpu:
         return 0
 
 
-class _Kernel:
+class _Kernel(CompiledKernel):  # type: ignore[misc]
     """A compiled kernel whose launches are counted, and do nothing."""
 
-    function, packed_metadata, metadata = 0, (), None
+    module, function, packed_metadata, metadata = None, 0, (), None
 
     def __init__(self, name: str, counts: Counter[str]) -> None:
         self.name, self.counts = name, counts

@@ -25,11 +25,13 @@ from megalite.kernels.arguments import (
     check_shape,
     num_programs,
 )
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 _SUM_TYPES = (torch.float32, torch.float64)
 
 
+@prepared
 @triton.jit
 def _adamw_kernel(
     weight_ptr,
@@ -76,6 +78,7 @@ def _adamw_kernel(
         tl.store(low_ptr + at, w.to(low_ptr.dtype.element_ty), mask=inside)
 
 
+@prepared
 @triton.jit
 def _sum_squares_kernel(x_ptr, partial_ptr, num_elements, BLOCK: tl.constexpr):
     program = tl.program_id(0)
@@ -89,6 +92,7 @@ def _sum_squares_kernel(x_ptr, partial_ptr, num_elements, BLOCK: tl.constexpr):
     tl.store(partial_ptr + program, tl.sum(total, 0))
 
 
+@prepared
 @triton.jit
 def _sum_partials_kernel(
     partial_ptr, out_ptr, num_partials, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr

@@ -40,6 +40,7 @@ from megalite.kernels.triton.attention_tiles import (
     tma_fits,
 )
 from megalite.kernels.triton.dropout import kept
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 
@@ -76,6 +77,7 @@ def _forward_step(
     return acc, new_top, total
 
 
+@prepared
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, lo_ptr, up_ptr, queries, keys,
@@ -124,6 +126,7 @@ def _forward_kernel(
     tl.store(lse_ptr + head.to(tl.int64) * queries + at, lse, mask=at < queries)
 
 
+@prepared
 @triton.jit
 def _delta_kernel(
     o_ptr, do_ptr, lse_ptr, stats_ptr, rows, o_stride, do_stride,

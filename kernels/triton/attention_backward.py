@@ -40,6 +40,7 @@ from megalite.kernels.triton.attention_tiles import (
     tma_fits,
 )
 from megalite.kernels.triton.dropout import kept
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 from megalite.kernels.upload import upload
 
@@ -77,6 +78,7 @@ def _dq_step(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
+@prepared
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dq_kernel(
     q_src, k_src, v_src, do_src, stats_ptr, dq_ptr, lo_ptr, up_ptr, queries, keys,
@@ -158,6 +160,7 @@ def _dkdv_step(
     return dk, dv
 
 
+@prepared
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dkdv_kernel(
     q_src, k_src, v_src, do_src, stats_ptr, dk_ptr, dv_ptr, lo_ptr, up_ptr, queries, keys,
@@ -227,6 +230,7 @@ def _dkdv_kernel(
         store_tile(dv_ptr + offset, dv, column, keys, kv_head, K * H, BN, H)
 
 
+@prepared
 @triton.jit
 def _splits_kernel(
     dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, length, SPLITS: tl.constexpr, BLOCK: tl.constexpr
@@ -294,12 +298,20 @@ def attention_backward(
     dropping = drop.arguments() if drop else NO_DROP
     strides = (q.stride(0), k.stride(0), v.stride(0), do.stride(0))
 
-    t = dq_tiles or default_tiles("dq", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
+    tiles = {"tma": use_tma, "drop": drop is not None}
+    t = dq_tiles or default_tiles("dq", head_dim, q.dtype, **tiles)
+    u = dkdv_tiles or default_tiles("dkdv", head_dim, q.dtype, **tiles)
+    # Blocks of as many rows are loaded by one descriptor in both kernels.
+    by_queries = {
+        n: [operand(x, n, head_dim, use_tma) for x in (q, do)] for n in {t.queries, u.queries}
+    }
+    by_keys = {n: [operand(x, n, head_dim, use_tma) for x in (k, v)] for n in {t.keys, u.keys}}
+
+    q_tiles, do_tiles = by_queries[t.queries]
     _dq_kernel[(heads, cdiv(queries, t.queries))](
-        operand(q, t.queries, head_dim, use_tma),
-        operand(k, t.keys, head_dim, use_tma),
-        operand(v, t.keys, head_dim, use_tma),
-        operand(do, t.queries, head_dim, use_tma),
+        q_tiles,
+        *by_keys[t.keys],
+        do_tiles,
         stats_2NT,
         dq_TNH,
         mask.lo.contiguous(),
@@ -319,21 +331,20 @@ def attention_backward(
     )
 
     # Two sums of 256 columns do not fit in registers, so each gets a pass of its own.
-    t = dkdv_tiles or default_tiles("dkdv", head_dim, q.dtype, tma=use_tma, drop=drop is not None)
     passes = [(True, True)] if head_dim <= 128 else [(True, False), (False, True)]
-    blocks, group = cdiv(keys, t.keys), heads // kv_heads
+    blocks, group = cdiv(keys, u.keys), heads // kv_heads
     splits = splits or dkdv_splits(blocks, kv_heads, group, num_programs(k.device))
     if group % splits:
         raise ValueError(f"attention_backward: splits={splits}, expected a divisor of {group}")
     parts = [dk_SKH, dv_SKH]
     if splits > 1:
         parts = [x.new_empty(splits, *x.shape, dtype=torch.float32) for x in parts]
+    q_tiles, do_tiles = by_queries[u.queries]
     for with_dk, with_dv in passes:
         _dkdv_kernel[(kv_heads * splits, blocks)](
-            operand(q, t.queries, head_dim, use_tma),
-            operand(k, t.keys, head_dim, use_tma),
-            operand(v, t.keys, head_dim, use_tma),
-            operand(do, t.queries, head_dim, use_tma),
+            q_tiles,
+            *by_keys[u.keys],
+            do_tiles,
             stats_2NT,
             *parts,
             mask.key_lo.contiguous(),
@@ -349,11 +360,11 @@ def attention_backward(
             SPLITS=splits,
             H=head_dim,
             TMA=use_tma,
-            TWO_LOOPS=t.two_loops,
+            TWO_LOOPS=u.two_loops,
             DK=with_dk,
             DV=with_dv,
             DROP=drop is not None,
-            **t.options(),
+            **u.options(),
         )
     if splits > 1:
         use = choose("attention_splits")

@@ -168,8 +168,9 @@ def default_tiles(
 
 def _aligned(x: Tensor) -> bool:
     """True if a TMA descriptor can describe x: its rows are aligned and do not overlap."""
-    bytes_of, stride = x.element_size(), x.stride(0)
-    return x.data_ptr() % 16 == 0 and stride * bytes_of % 16 == 0 and stride >= x.shape[1]
+    stride = x.stride(0)
+    aligned = x.data_ptr() % 16 == 0 and stride * x.dtype.itemsize % 16 == 0
+    return aligned and stride >= x.shape[1]
 
 
 def flat(x_THD: Tensor) -> Tensor:
@@ -182,8 +183,26 @@ def flat(x_THD: Tensor) -> Tensor:
 
 
 def operand(x: Tensor, rows: int, head_dim: int, tma: bool) -> Tensor | TensorDescriptor:
-    """x as `load_tile` takes it: a descriptor of tiles of `rows` rows, or x for pointers."""
-    return TensorDescriptor.from_tensor(x, [rows, head_dim]) if tma else x
+    """x as `load_tile` takes it: a descriptor of tiles of `rows` rows, or x for pointers.
+
+    Raises AssertionError or ValueError for what a descriptor cannot describe.
+    """
+    if not tma:
+        return x
+    form = (x.shape, x.stride(), x.dtype, rows, head_dim)
+    if form not in _described or x.data_ptr() % 16:
+        checked = TensorDescriptor.from_tensor(x, [rows, head_dim])
+        fields = {name: value for name, value in vars(checked).items() if name != "base"}
+        _described[form] = fields
+        return checked
+
+    # As the checked one of its form, since the checks take longer than a launch.
+    descriptor: TensorDescriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__ = {**_described[form], "base": x}
+    return descriptor
+
+
+_described: dict[tuple[object, ...], dict[str, Any]] = {}  # fields of descriptors, by form
 
 
 def tma_fits(head_dim: int, *tensors: Tensor) -> bool:

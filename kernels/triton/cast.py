@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import cdiv, check_float
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 OUT_TYPES = (
@@ -23,6 +24,7 @@ OUT_TYPES = (
 )
 
 
+@prepared
 @triton.jit
 def _cast_kernel(
     x_ptr, out_ptr, scale_ptr, num_elements, LARGEST: tl.constexpr, BLOCK: tl.constexpr

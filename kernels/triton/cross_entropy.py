@@ -28,11 +28,13 @@ from megalite.kernels.arguments import (
     vector,
 )
 from megalite.kernels.plain.loss import IGNORE_INDEX, smoothing_share
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 MOST_LABELS = (1 << 31) - 1  # the bound of labels if the size of the vocabulary is not given
 
 
+@prepared
 @triton.jit
 def _stats_kernel(
     logits_ptr,
@@ -80,6 +82,7 @@ def _stats_kernel(
     tl.store(stats_ptr + row * 3 + 2, target)
 
 
+@prepared
 @triton.jit
 def _combine_kernel(
     stats_ptr,
@@ -130,6 +133,7 @@ def _combine_kernel(
     tl.store(lse_ptr + token, lse, mask=inside)
 
 
+@prepared
 @triton.jit
 def _grad_kernel(
     logits_ptr,

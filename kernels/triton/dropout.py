@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalite.kernels.arguments import cdiv, check_float, rows_readable
 from megalite.kernels.plain.dropout import Key
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 
@@ -45,6 +46,7 @@ def kept(a, b, c, threshold):
     return x.to(tl.int32, bitcast=True) >= threshold
 
 
+@prepared
 @triton.jit(do_not_specialize=["first_token", "key0", "key1", "threshold"])
 def _dropout_kernel(
     x_ptr,

@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.arguments import cdiv, check_float, check_shape, rows_readable
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 
+@prepared
 @triton.jit
 def _embedding_grad_kernel(
     buffer_ptr,

@@ -25,6 +25,7 @@ from megalite.kernels.arguments import (
     num_programs,
     rows_readable,
 )
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.norm import add_column_sums_
 from megalite.kernels.triton.tables import choose
 
@@ -46,6 +47,7 @@ def phi_and_slope(z, ERF: tl.constexpr, RELU2: tl.constexpr = False):
     return phi, slope
 
 
+@prepared
 @triton.jit
 def _gelu_kernel(
     h_ptr,
@@ -70,6 +72,7 @@ def _gelu_kernel(
     tl.store(a_ptr + row * a_stride + column, a, mask=inside)
 
 
+@prepared
 @triton.jit
 def _gelu_grad_kernel(
     da_ptr,

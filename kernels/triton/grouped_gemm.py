@@ -27,12 +27,14 @@ from megalite.kernels.arguments import (
     rows_readable,
 )
 from megalite.kernels.plain.moe import check_groups
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import OPTIONS, choose
 
 MAX_EXPERTS = 1024
 _TABLE = 8192  # elements of a table that a program holds
 
 
+@prepared
 @triton.jit
 def _row_tiles_kernel(
     offset_ptr,
@@ -97,6 +99,7 @@ def _store_sums(
     tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@prepared
 @triton.jit
 def _grouped_rows_kernel(
     x_src, weight_src, out_ptr, tile_ptr, num_inner, num_columns,
@@ -135,6 +138,7 @@ def _grouped_rows_kernel(
     _store_sums(out_ptr, acc, row, column, row_stop, num_columns, out_stride, ROWS, COLUMNS, False)
 
 
+@prepared
 @triton.jit
 def _grouped_weight_grad_kernel(
     dy_src, x_src, dy_ptr, x_ptr, out_ptr, offset_ptr, num_rows_out, num_columns,

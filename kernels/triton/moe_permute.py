@@ -24,6 +24,7 @@ from megalite.kernels.arguments import (
     rows_readable,
 )
 from megalite.kernels.plain.moe import RowMap, check_experts, check_rows, check_weight
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import OPTIONS, choose
 
 MAX_EXPERTS = 1024
@@ -34,6 +35,7 @@ _OTHERS = 32  # copies that they are compared with at a time
 _TABLE = 8192  # elements of a table that a program holds
 
 
+@prepared
 @triton.jit
 def _expert_count_kernel(
     expert_ptr,
@@ -55,6 +57,7 @@ def _expert_count_kernel(
     tl.store(count_ptr + chunk.to(tl.int64) * E + column, count, mask=column < E)
 
 
+@prepared
 @triton.jit
 def _expert_scan_kernel(
     count_ptr,
@@ -93,6 +96,7 @@ def _keys(expert_ptr, copy, num_copies, E: tl.constexpr):
     return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
+@prepared
 @triton.jit
 def _expert_place_kernel(
     expert_ptr,
@@ -125,6 +129,7 @@ def _expert_place_kernel(
     tl.store(row_ptr + copy, tl.where(key < E, row, -1 - row), mask=copy < num_copies)
 
 
+@prepared
 @triton.jit
 def _permute_kernel(
     x_ptr, row_ptr, y_ptr, num_columns, x_stride, y_stride, K: tl.constexpr, BLOCK: tl.constexpr
@@ -140,6 +145,7 @@ def _permute_kernel(
         tl.store(y_ptr + row * y_stride + column, value.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@prepared
 @triton.jit
 def _unpermute_kernel(
     y_ptr,
@@ -172,6 +178,7 @@ def _unpermute_kernel(
     tl.store(out_ptr + token * out_stride + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@prepared
 @triton.jit
 def _unpermute_grad_kernel(
     dout_ptr,

@@ -34,11 +34,13 @@ from megalite.kernels.arguments import (
     rows_readable,
     vector,
 )
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 MAX_COLUMNS = 16384
 
 
+@prepared
 @triton.jit
 def _norm_forward_kernel(
     x_ptr,
@@ -92,6 +94,7 @@ def _norm_forward_kernel(
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@prepared
 @triton.jit
 def _norm_backward_kernel(
     dy_ptr,
@@ -160,6 +163,7 @@ def _norm_backward_kernel(
         tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=column < D)
 
 
+@prepared
 @triton.jit
 def _norm_weight_grad_kernel(
     dy_ptr,
@@ -203,6 +207,7 @@ def _norm_weight_grad_kernel(
         tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=column < D)
 
 
+@prepared
 @triton.jit
 def _column_sum_kernel(
     partial_ptr, out_ptr, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr

@@ -27,9 +27,11 @@ from megalite.kernels.arguments import (
     vector,
 )
 from megalite.kernels.triton.attention_tiles import flat
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 
+@prepared
 @triton.jit
 def _rope_kernel(
     packed_ptr,

@@ -22,9 +22,11 @@ from megalite.kernels.arguments import (
     rows_readable,
 )
 from megalite.kernels.triton.gelu import phi_and_slope
+from megalite.kernels.triton.launch import prepared
 from megalite.kernels.triton.tables import choose
 
 
+@prepared
 @triton.jit
 def _swiglu_kernel(
     h_ptr,
@@ -50,6 +52,7 @@ def _swiglu_kernel(
     tl.store(a_ptr + row * a_stride + column, a.to(a_ptr.dtype.element_ty), mask=inside)
 
 
+@prepared
 @triton.jit
 def _swiglu_grad_kernel(
     da_ptr,

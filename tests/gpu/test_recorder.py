@@ -84,5 +84,5 @@ def test_operators_on_the_cpu_are_not_recorded() -> None:
     ],
 )
 def test_pointers_that_a_kernel_writes_through(kernel: Any, written: set[str]) -> None:
-    found = written_parameters(kernel.fn)
+    found = written_parameters(kernel.jit.fn)
     assert {name for name in found if name.endswith("_ptr")} == written

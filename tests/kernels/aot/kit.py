@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-class _AbsentGpu:
+class AbsentGpu:
     """What the JIT asks of a driver before a launch."""
 
     def __init__(self, capability: int) -> None:
@@ -59,7 +59,7 @@ def recording(capability: int) -> Iterator[Recorder]:
         recorder.kernels.append(kernel)
         return kernel
 
-    driver.set_active(_AbsentGpu(capability))
+    driver.set_active(AbsentGpu(capability))
     JITFunction.run = compile_only
     try:
         yield recorder
