@@ -6,9 +6,11 @@ The real engine on Triton's operations, forward and backward, on tiny CPU tensor
 through its checks and Triton's dispatch, and the compiled kernel does nothing; collectives are
 those of torch's fake group. So all time is the host's. Figures are differences between a model of
 six and one of two layers. `calls` counts functions of Python and C that Python calls; launches are
-products, Triton's kernels, and other operators of torch that would start a kernel on a GPU. Where
-transformers is installed, its Llama layer of the same sizes is in the row as well, on one rank: its
-operators compute on the CPU, so that its counts compare and its time does not. Appends a JSON line.
+products, Triton's kernels, and other operators of torch that would start a kernel on a GPU.
+
+The Llama layers of transformers, torchtitan and megatron-core are in the row as well where they are
+installed, on one rank and uncompiled: their operators compute on the CPU, so that counts compare
+and times do so only in part. Appends a JSON line.
 """
 
 from __future__ import annotations
@@ -190,8 +192,18 @@ def engine_work(mesh: Mesh, layers: int) -> Callable[[], object]:
     return work
 
 
+def _trained(forward: Callable[[], torch.Tensor]) -> Callable[[], object]:
+    """Forward and backward on as many microbatches as the engine's."""
+
+    def work() -> None:
+        for _ in range(_MICRO_BATCHES):
+            forward().sum().backward()
+
+    return work
+
+
 def transformers_work(layers: int) -> Callable[[], object]:
-    """Forward and backward of transformers' Llama on as many microbatches."""
+    """transformers' Llama of the same sizes."""
     from transformers import LlamaConfig, LlamaModel
 
     sizes = config_for(1, layers).model
@@ -207,12 +219,85 @@ def transformers_work(layers: int) -> Callable[[], object]:
         )
     ).train()
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    return _trained(lambda: model(tokens).last_hidden_state)
 
-    def work() -> None:
-        for _ in range(_MICRO_BATCHES):
-            model(tokens).last_hidden_state.sum().backward()
 
-    return work
+def torchtitan_work(layers: int) -> Callable[[], object]:
+    """torchtitan's Llama of its smallest size, with as many layers.
+
+    Its attention is torch's, since what it has for language models is compiled or needs a GPU.
+    """
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import llama3_configs
+
+    config = llama3_configs["debugmodel"](attn_backend="flex")
+    config.layers = config.layers[:layers]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = config.build()
+    model.init_states()
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    return _trained(lambda: model.train()(tokens))
+
+
+def megatron_work(layers: int) -> Callable[[], object]:
+    """megatron-core's GPT with a Llama's traits and sizes, of its own modules.
+
+    Transformer Engine's need a GPU, as do the random states that it keeps for dropout.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    sizes = config_for(1, layers).model
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        num_query_groups=sizes.kv_heads,
+        ffn_hidden_size=sizes.ffn_hidden_size,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=sizes.vocab_size,
+        max_sequence_length=_TOKENS,
+        position_embedding_type="rope",
+    ).train()
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    hidden = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool).triu(1)
+
+    def forward() -> torch.Tensor:
+        # it makes its rotations on the device that CUDA names
+        with patch("torch.cuda.current_device", lambda: torch.device("cpu")):
+            out: torch.Tensor = model(tokens, torch.arange(_TOKENS)[None], hidden)
+        return out
+
+    return _trained(forward)
+
+
+# By package, which is also the name in a row's keys.
+_OTHERS = {
+    "transformers": transformers_work,
+    "torchtitan": torchtitan_work,
+    "megatron": megatron_work,
+}
 
 
 def a_layer(
@@ -246,14 +331,25 @@ def main() -> None:
     row |= {"tp": options.tp, "layers": _LAYERS, "micro_batches": _MICRO_BATCHES}
     with patch("megalite.train.engine.choose_kernels", lambda *_: TRITON):
         row |= a_layer(lambda layers: engine_work(mesh, layers), triton, options.rounds)
-    if importlib.util.find_spec("transformers"):
-        theirs = a_layer(transformers_work, triton, options.rounds)
-        row |= {f"transformers_{key}": value for key, value in theirs.items()}
+    lines = []
+    for package, make in _OTHERS.items():
+        if importlib.util.find_spec(package):
+            theirs = a_layer(make, triton, options.rounds)
+            row |= {f"{package}_{key}": value for key, value in theirs.items()}
+            launches = theirs["products"] + theirs["other_launches"]
+            lines.append(
+                f"{package}: {theirs['calls']:.0f} calls, {launches:.0f} launches, "
+                f"{theirs['cpu_ms']:.2f} ms with its operators on the CPU"
+            )
+        else:
+            lines.append(f"{package}: left out, it is not installed")
     append_row(options.output, row)
     print(
         f"a layer and microbatch at tp {options.tp}: {row['calls']:.0f} calls, "
         f"{row['products']:.0f} products, {row['triton']:.0f} Triton launches, "
-        f"{row['other_launches']:.0f} others, {row['cpu_ms']:.2f} ms of the host"
+        f"{row['other_launches']:.0f} others, {row['cpu_ms']:.2f} ms of the host",
+        *lines,
+        sep="\n",
     )
     end_process()
 
