@@ -12,8 +12,8 @@ from pathlib import Path
 from tests import ROOT
 
 # Of a layer and microbatch at tp 2, forward and backward. Python and triton have their part in the
-# calls: 1,274 with 3.11 and triton 3.6 or 3.9.
-CALLS = 1280
+# calls: 1,278 with 3.11 and triton 3.6 or 3.9.
+CALLS = 1290
 
 
 def test_launches_and_calls_of_a_layer_keep_their_budgets(tmp_path: Path) -> None:
