@@ -1,8 +1,8 @@
 """The static table: what each shipped kernel compiles to, at the shapes of an 8B Llama.
 
-python -m tests.kernels.aot                   rows for sm_90 as JSON lines
-python -m tests.kernels.aot --capability 100  another architecture
-python -m tests.kernels.aot --write           replace this Triton's committed rows
+python -m tests.kernels.aot                      rows for sm_90 as JSON lines
+python -m tests.kernels.aot --capability 80 100  other architectures
+python -m tests.kernels.aot --write              replace this Triton's committed rows
 """
 
 from __future__ import annotations
@@ -220,9 +220,12 @@ PORTABLE = [
 ]
 
 
-def rows(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
-    """One row a kernel, in the order of the cases."""
-    for name in names:
+def rows(capability: int, part: slice) -> Iterator[dict[str, Any]]:
+    """One row a kernel, in the order of the cases; `part` is of the cases."""
+    names = list(CASES) if capability == 90 else PORTABLE
+    if capability == 80:
+        names = list(dict.fromkeys([*names, *EDGES]))
+    for name in names[part]:
         with recording(capability) as recorder:
             {**CASES, **EDGES}[name]()
         for kernel in recorder.kernels:
@@ -242,18 +245,17 @@ def committed() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--capability", type=int, nargs="+", default=[90])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--part", type=int, default=0, help="of --parts, this one's cases only")
     parser.add_argument("--parts", type=int, default=1)
     arguments = parser.parse_args()
-    names = list(CASES) if arguments.capability == 90 else PORTABLE
-    names = list(dict.fromkeys([*names, *EDGES])) if arguments.capability == 80 else names
-    names = names[arguments.part :: arguments.parts]
+    part = slice(arguments.part, None, arguments.parts)
     found = []
-    for row in rows(arguments.capability, names):
-        print(json.dumps(row), flush=True)
-        found.append(row)
+    for capability in arguments.capability:
+        for row in rows(capability, part):
+            print(json.dumps(row), flush=True)
+            found.append(row)
     if arguments.write:
         kept = [x for x in committed() if x["triton"] != triton.__version__]
         lines = sorted([*kept, *found], key=lambda x: str(x["triton"]))

@@ -19,6 +19,7 @@ import pytest
 from tests import ROOT
 
 TABLE = ROOT / "benchmarks" / "results" / "static_sm90.jsonl"
+CAPABILITIES = (90, 80, 100)
 SHARED_LIMIT = 227 * 1024
 REGISTERS = 65536
 GROWTH = 1.10
@@ -48,14 +49,19 @@ SPILLS = {
 }
 
 
-def compiled(*arguments: str) -> list[dict[str, Any]]:
-    """Rows of the table as this Triton makes them, by two processes; case by case."""
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """Rows of the table as this Triton makes them, by architecture and in it case by case.
+
+    Two processes make all: to start one takes as long as to compile many kernels.
+    """
     environment = {
         **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-P", "-m", "tests.kernels.aot", "--parts", "2", *arguments]
+    command = [sys.executable, "-P", "-m", "tests.kernels.aot", "--parts", "2"]
+    command += ["--capability", *map(str, CAPABILITIES)]
     parts = [
         subprocess.Popen(
             [*command, "--part", str(part)],
@@ -71,7 +77,9 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
         outputs = list(pool.map(subprocess.Popen.communicate, parts))
     for part, (_, errors) in zip(parts, outputs, strict=True):
         assert part.returncode == 0, errors[-4000:]
-    return by_case(json.loads(line) for out, _ in outputs for line in out.splitlines())
+    rows = by_case(json.loads(line) for out, _ in outputs for line in out.splitlines())
+    architectures = [f"sm_{capability}" for capability in CAPABILITIES]
+    return {arch: [row for row in rows if row["arch"] == arch] for arch in architectures}
 
 
 def by_case(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,8 +133,9 @@ def regressions(row: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.long
-def test_every_kernel_keeps_the_limits_on_sm90() -> None:
-    rows = compiled()
+def test_every_kernel_keeps_the_limits_on_sm90(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    rows = compiled["sm_90"]
+    assert rows
     assert [fault for row in rows for fault in faults(row)] == []
     before = by_case(x for x in committed() if x["triton"] == rows[0]["triton"])
     if before:
@@ -137,9 +146,11 @@ def test_every_kernel_keeps_the_limits_on_sm90() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("capability", ["80", "100"])
-def test_every_kernel_compiles_for_other_architectures(capability: str) -> None:
-    found = {row["kernel"] for row in compiled("--capability", capability)}
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
+def test_every_kernel_compiles_for_other_architectures(
+    arch: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    found = {row["kernel"] for row in compiled[arch]}
     assert found == {row["kernel"] for row in committed()}
 
 
