@@ -183,22 +183,24 @@ def _phases(optimizer: OptimizerConfig, phases: LrPhases) -> Iterator[str]:
     end_given = optimizer.decay_steps or optimizer.decay_tokens
     as_tokens = f" ({warmup} tokens)" if given != warmup else ""
 
+    in_place = "" if name.endswith(unit) else f" in place of optimizer.{name}"
     if warmup > phases.run:
         yield (
             f"optimizer.{name}={given}{as_tokens} is more than train.{unit}={phases.run}; "
-            f"use at most {phases.run}"
+            f"set optimizer.warmup_{unit}={phases.run} or less{in_place}"
         )
     elif optimizer.lr_schedule in ("linear", "cosine") and end_given and phases.end <= warmup:
         what = "step 0" if end == "decay_steps" else "the first token"
         yield (
             f"optimizer.{end}={end_given} (counted from {what}) leaves nothing to decay after "
-            f"optimizer.{name}={given}{as_tokens}; use at least {warmup + 1}"
-            f"{'' if end.endswith(unit) else ' tokens'}"
+            f"optimizer.{name}={given}{as_tokens}; set optimizer.decay_{unit}={warmup + 1} or more"
+            f"{'' if end.endswith(unit) else f' in place of optimizer.{end}'}"
         )
     elif optimizer.lr_schedule == "wsd" and warmup > phases.decay_start:
         yield (
             f"optimizer.lr_schedule=wsd: the last phase begins after {phases.decay_start} {unit}, "
-            f"within the warm-up of {warmup}; shorten optimizer.{name} or the last phase"
+            f"within the warm-up of {warmup}; set optimizer.warmup_{unit}={phases.decay_start} or "
+            f"less{in_place}, or shorten the last phase"
         )
 
 

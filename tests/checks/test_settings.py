@@ -158,10 +158,11 @@ def test_the_plain_config_is_valid() -> None:
         ({"optimizer__lr": 1e-4, "optimizer__min_lr": 1e-3}, None,
          "optimizer.min_lr=0.001 is above optimizer.lr=0.0001; use at most 0.0001"),
         ({"optimizer__warmup_steps": 101}, None,
-         "optimizer.warmup_steps=101 is more than train.steps=100; use at most 100"),
+         "optimizer.warmup_steps=101 is more than train.steps=100; set "
+         "optimizer.warmup_steps=100 or less"),
         ({"optimizer__warmup_steps": 20, "optimizer__decay_steps": 20}, None,
          "optimizer.decay_steps=20 (counted from step 0) leaves nothing to decay after "
-         "optimizer.warmup_steps=20; use at least 21"),
+         "optimizer.warmup_steps=20; set optimizer.decay_steps=21 or more"),
         # a rate of 0 before the end, by schedule and unit
         ({"optimizer__decay_steps": 90}, None,
          "optimizer.decay_steps=90 ends the decay at optimizer.min_lr=0: the learning rate is 0 "
@@ -181,9 +182,11 @@ def test_the_plain_config_is_valid() -> None:
          "remove one"),
         ({"optimizer__warmup_steps": 20, "optimizer__decay_tokens": 10240}, None,
          "optimizer.decay_tokens=10240 (counted from the first token) leaves nothing to decay "
-         "after optimizer.warmup_steps=20 (10240 tokens); use at least 10241"),
+         "after optimizer.warmup_steps=20 (10240 tokens); set "
+         "optimizer.decay_tokens=10241 or more"),
         ({"optimizer__warmup_tokens": 51201}, None,
-         "optimizer.warmup_tokens=51201 is more than train.tokens=51200; use at most 51200"),
+         "optimizer.warmup_tokens=51201 is more than train.tokens=51200; set "
+         "optimizer.warmup_tokens=51200 or less"),
         ({"optimizer__lr_schedule": "inverse_sqrt"}, None,
          "optimizer.lr_schedule=inverse_sqrt falls as sqrt(warm-up / position), but there is no "
          "warm-up; set optimizer.warmup_steps or optimizer.warmup_tokens"),
@@ -197,7 +200,7 @@ def test_the_plain_config_is_valid() -> None:
         ({"optimizer__lr_schedule": "wsd", "optimizer__wsd_decay_steps": 95,
           "optimizer__warmup_steps": 10}, None,
          "optimizer.lr_schedule=wsd: the last phase begins after 5 steps, within the warm-up of "
-         "10; shorten optimizer.warmup_steps or the last phase"),
+         "10; set optimizer.warmup_steps=5 or less, or shorten the last phase"),
         # lengths in tokens that are over within a step, of 16 x 32 tokens
         ({"optimizer__warmup_tokens": 511}, None,
          "optimizer.warmup_tokens=511 is less than the 512 tokens of the first step, so that none "
