@@ -7,7 +7,9 @@ print the message without a traceback. Everything below raises and lets them pas
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 EXIT_FAULT = 1  # of megalite, or of the machine
 EXIT_USER = 2  # something for the user to change
@@ -54,6 +56,22 @@ class ScheduleError(MegaliteError):
     """
 
     position: tuple[int, int] | None = None
+
+
+def all_of(*steps: Callable[[], Any]) -> list[Any]:
+    """Results of steps that do not depend on each other.
+
+    Raises ConfigError with the problems of all steps that raise one.
+    """
+    results, problems = [], []
+    for step in steps:
+        try:
+            results.append(step())
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return results
 
 
 def exit_code(error: BaseException) -> int:

@@ -9,11 +9,13 @@ saved again.
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 LATEST, MANIFEST = "latest", "manifest.json"
 TMP, TRASH, REPLACED = ".tmp-", ".trash-", ".replaced-"
 _CHECKPOINTS = "checkpoints"
+_RUNS = Path("runs")  # where runs lie, unless the config's `out` says otherwise
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -61,3 +63,21 @@ def folder_of(path: Path) -> Path:
     if checkpoints_of(path).is_dir():
         return checkpoints_of(path)
     return path.parent if path.name == LATEST else path
+
+
+def meant_runs(path: Path) -> list[Path]:
+    """Up to three run folders that a path which is none may mean, the nearest first.
+
+    Those inside it, else those of a near name beside it or in `runs`.
+    """
+    if path.is_dir():
+        return _runs_in(path)[:3]
+    near = {run.name: run for folder in (path.parent, _RUNS) for run in _runs_in(folder)}
+    return [near[name] for name in get_close_matches(path.name, near)]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    try:
+        return [one for one in sorted(folder.iterdir()) if (one / "metrics.jsonl").is_file()]
+    except OSError:  # no folder, or one that may not be read
+        return []

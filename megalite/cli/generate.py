@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalite.cli.completion import one_of
-from megalite.cli.options import path
+from megalite.cli.options import near_runs, path
 from megalite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -139,6 +139,18 @@ def generate(
 
     if temperature is None:
         temperature = 0.0 if greedy else _TEMPERATURE
+    try:
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=_TOP_K if top_k is None else top_k,
+            top_p=_TOP_P if top_p is None else top_p,
+            seed=seed,
+        )
+    except ConfigError as error:  # which names values of Sampling, each an option here
+        named = (problem.partition("=") for problem in error.problems)
+        raise ConfigError(
+            [f"--{name.replace('_', '-')}={rest}" for name, _, rest in named]
+        ) from None
     request = Request(
         source=Path(run),
         step=step,
@@ -146,19 +158,15 @@ def generate(
         prompts=texts if texts is not None else _read(Path(str(prompts)), chat),
         as_made=prompts is None,
         tokens=tokens,
-        sampling=Sampling(
-            temperature=temperature,
-            top_k=_TOP_K if top_k is None else top_k,
-            top_p=_TOP_P if top_p is None else top_p,
-            seed=seed,
-        ),
+        sampling=sampling,
         stops=stop or [],
         batch=_BATCH if batch is None else batch,
         tokenizer=tokenizer,
         chat=chat,
         template=None if chat_template is None else Path(chat_template),
     )
-    _run(request, tp, device)
+    with near_runs(Path(run)):
+        _run(request, tp, device)
 
 
 def _run(request: Request, tp: int | None, device: str) -> None:

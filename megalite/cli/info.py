@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from megalite.cli.formatting import print_json, short_count
-from megalite.cli.options import AsJson, path
+from megalite.cli.options import AsJson, near_runs, path
 from megalite.errors import DataError
 
 _MIB = 2**20
@@ -31,13 +31,14 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Describe and verify a run, a checkpoint or a dataset."""
-    if not _exists(name):
-        raise DataError(
-            f"{name} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
-        )
-    from megalite.train.info import describe
+    with near_runs(Path(name)):
+        if not _exists(name):
+            raise DataError(
+                f"{name} does not exist: give a run folder, a checkpoint or the PREFIX of a dataset"
+            )
+        from megalite.train.info import describe
 
-    found = describe(Path(name), verify=not quick)
+        found = describe(Path(name), verify=not quick)
     if as_json:
         return print_json(found)
     lines = {"run": _run, "checkpoint": _checkpoint, "dataset": _dataset}[found["kind"]]

@@ -21,11 +21,19 @@ from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
 from megalite.cli.info import info
-from megalite.cli.options import ConfigFile, Group, Settings, SettingsVerb, Verb, refused_paths
+from megalite.cli.options import (
+    ConfigFile,
+    Group,
+    Settings,
+    SettingsVerb,
+    Verb,
+    refused_paths,
+    unknown_options,
+)
 from megalite.cli.plan import plan
 from megalite.cli.report import report
 from megalite.cli.schedule import schedule
-from megalite.errors import EXIT_INTERRUPTED, EXIT_USER, ConfigError, MegaliteError
+from megalite.errors import EXIT_INTERRUPTED, EXIT_USER, ConfigError, MegaliteError, all_of
 from megalite.process.terminal import open_closed, replace_unencodable, reported_output
 
 if TYPE_CHECKING:
@@ -56,8 +64,11 @@ class _Megalite(Group):
         return sorted(self.commands, key=_VERBS.index)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        with _ctrl_c_to_a_line():
-            return super().make_context(*args, **extra)
+        try:
+            with _ctrl_c_to_a_line():
+                return super().make_context(*args, **extra)
+        except ConfigError as error:
+            raise _printed(error) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -66,10 +77,15 @@ class _Megalite(Group):
         except MegaliteError as error:
             if ctx.params["traceback"]:
                 raise
-            with contextlib.suppress(OSError):  # stderr on a full disk: the exit code is left
-                for line in _lines(error):
-                    typer.echo(line, err=True)
-            raise typer.Exit(EXIT_USER) from None
+            raise _printed(error) from None
+
+
+def _printed(error: MegaliteError) -> typer.Exit:
+    """Print an error's lines on stderr; returns what ends the process."""
+    with contextlib.suppress(OSError):  # stderr on a full disk: the exit code is left
+        for line in _lines(error):
+            typer.echo(line, err=True)
+    return typer.Exit(EXIT_USER)
 
 
 @contextlib.contextmanager
@@ -184,13 +200,18 @@ def _train(
     from megalite.process.signals import SignalFlag
 
     flag = ctx.with_resource(SignalFlag())  # first of all: a signal from now on is remembered
-    allowed, kind = accepted(accept), device_kind(device)
     if name is not None:
         settings = [*settings, f"name={toml_value(name)}"]
+    options = (
+        partial(unknown_options, ctx),
+        partial(accepted, accept),
+        partial(device_kind, device),
+    )
 
     # Where the run will be started is not known here, so parallel.dp may stay open.
     if print_config:
-        return typer.echo(format_config(open_run(config, settings, keep_dp_open=not local)))
+        checked = partial(open_run, config, settings, keep_dp_open=not local)
+        return typer.echo(format_config(all_of(*options, checked)[-1]))
 
     # A lone process may be one of several that a launcher should have started, with a parallel.dp
     # that is not known here.
@@ -201,7 +222,8 @@ def _train(
     world_size = None if local or alone else launch.world_size
     missing = partial(missing_inputs, prepared=local and launch.source == "single")
     inputs = (missing_extras, missing, partial(_start_problems, launch=launch, local=local))
-    run = open_run(config, settings, world_size, keep_dp_open=alone, more=inputs)
+    checked = partial(open_run, config, settings, world_size, keep_dp_open=alone, more=inputs)
+    _, allowed, kind, run = all_of(*options, checked)
     if words := prepare_words(run.config):
         from megalite.cli.data.missing import run_prepare
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from megalite.cli.completion import completion, hardware_from
 from megalite.cli.formatting import print_json
-from megalite.cli.options import AsJson, ConfigFile, Gpus, Settings, path
-from megalite.errors import EXIT_USER
+from megalite.cli.options import AsJson, ConfigFile, Gpus, Settings, path, unknown_options
+from megalite.errors import EXIT_USER, all_of
 
 
 def plan(
+    ctx: typer.Context,
     config: ConfigFile,
     settings: Settings = None,
     gpus: Gpus = None,
@@ -36,14 +38,14 @@ def plan(
     from megalite.cli.plan_report import make_report, report_lines, report_values
     from megalite.run.hardware import load_hardware, named_hardware
 
-    report = make_report(config, settings or [], gpus)
+    _, device, report = all_of(
+        partial(unknown_options, ctx),
+        lambda: None if hardware is None else named_hardware(hardware),
+        partial(make_report, config, settings or [], gpus),
+    )
 
     # Without a device nothing is held against a limit: the report is then sizes only.
-    own = report.config.log.hardware
-    device = None
-    if hardware is not None:
-        device = named_hardware(hardware)
-    elif own is not None:
+    if device is None and (own := report.config.log.hardware) is not None:
         device = load_hardware(own)
     unfit = device is not None and not report.fits(device)
     changes = changes_that_fit(report, device) if device is not None and unfit else []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalite.cli.formatting import print_json
-from megalite.cli.options import AsJson, file, require_suffix
+from megalite.cli.options import AsJson, file, near_runs, require_suffix
 from megalite.errors import MegaliteError
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def report(
     if out is not None:
         require_suffix("--out", out, ".png")
 
-    records = dict(zip(_names(runs), _read_all(runs), strict=True))
+    with near_runs(*runs):
+        records = dict(zip(_names(runs), _read_all(runs), strict=True))
     if as_json:
         lines = []
     elif len(records) == 1:

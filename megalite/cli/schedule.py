@@ -17,7 +17,15 @@ import typer
 
 from megalite.cli.completion import completion, runs_from, settings_from
 from megalite.cli.formatting import print_json
-from megalite.cli.options import AsJson, Gpus, file, is_setting, require_suffix
+from megalite.cli.options import (
+    AsJson,
+    Gpus,
+    file,
+    is_setting,
+    near_runs,
+    require_suffix,
+    unknown_options,
+)
 from megalite.cli.options import path as as_path
 from megalite.errors import ScheduleError, cannot_write
 from megalite.schedules import Durations, Schedule, Timeline, build, recompute, simulate
@@ -123,6 +131,7 @@ def schedule(
     Without arguments it lists the schedules. One is drawn with its bubble and memory; several are
     compared.
     """
+    unknown_options(ctx)
     if stages is not None:  # the former name of --pp, but a stage is a chunk of the model
         raise ScheduleError("--stages is no option; write --pp N for N pipeline ranks")
     given = {"svg": svg, "html": html, "trace": trace, "csv": csv, "png": png}
@@ -330,7 +339,8 @@ def _of_config(plan: Plan, names: list[str], compare: bool) -> tuple[list[_Shown
 
 def _of_run(run: Path) -> _Shown:
     """The recorded step of a run beside a simulation of it with the same durations."""
-    record = read_trace(run)
+    with near_runs(run):
+        record = read_trace(run)
     simulated = simulate(record.schedule, record.durations())
     return _Shown(record.name, record.schedule, simulated, Unit("time (ms)", 1e3), record)
 

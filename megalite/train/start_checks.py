@@ -16,7 +16,7 @@ from typing import Any
 
 from megalite.checkpoint.find import find_checkpoint
 from megalite.checkpoint.manifest import read_manifest
-from megalite.checkpoint.names import checkpoints_of, list_steps
+from megalite.checkpoint.names import checkpoints_of, list_steps, meant_runs
 from megalite.checkpoint.store import check_sizes
 from megalite.config import RunConfig
 from megalite.config.inputs import NO_DATA, dataset_paths, sources
@@ -217,7 +217,9 @@ def _weights_problems(config: RunConfig) -> Iterator[str]:
         except CheckpointError as error:
             yield from str(error).splitlines()
     elif not Path(weights).exists():
+        meant = " or ".join(map(str, meant_runs(Path(weights))))
         yield (
-            f"checkpoint.load_weights={weights}: no such folder below {Path.cwd()}; give a run's "
-            "folder or one of its checkpoints"
+            f"checkpoint.load_weights={weights}: no such folder below {Path.cwd()}; "
+            f"{f'did you mean {meant}? ' if meant else ''}give a run's folder or one of its "
+            "checkpoints"
         )

@@ -348,6 +348,13 @@ OFF = [
     "--compile.enable=false",
     "--async-save=false",
     "--fsdp=",
+    "quantize.linear.float8.enable=false",
+    "fp16.enabled=false",
+    "zero_optimization.offload_param.device=none",
+    "metrics.enable_wandb=False",
+    "fault_tolerance.enable=false",
+    "checkpoint.initial_load_path=none",
+    "--recompute-activations=false",
 ]
 
 # a line of a file -> the start of the answer, after the file's name
@@ -439,6 +446,47 @@ def test_a_section_of_another_framework_is_off_by_its_switches(tmp_path: Path) -
     assert [line.partition("; ")[2] for line in CliRunner().invoke(app, run).stderr.splitlines()][
         1:3
     ] == ["megalite has no profiler; pipeline.trace_step records a step"] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("[quantize.linear.float8]\nenable = false\nfilter_fqns = ['out']", "section [quantize]"),
+        (
+            "[quantize]\nlinear = {float8 = {enable = false}, mx = {enable = false}}",
+            "section [quantize]",
+        ),
+        ("[float8]\nenable_fsdp_float8_all_gather = false", "section [float8]"),
+        ("[memory_estimation]\nenabled = false\ndisable_fake_mode = true", "section "
+         "[memory_estimation]"),
+        ("[flops_profiler]\nenabled = false\ntop_modules = 1", "section [flops_profiler]"),
+        ("[experimental]\ncustom_import = ''", "section [experimental]"),
+        ("[zero_optimization.offload_param]\ndevice = 'none'\npin_memory = true",
+         "key zero_optimization.offload_param"),
+    ],
+)  # fmt: skip
+def test_a_section_in_a_section_is_off_by_its_switch_too(
+    tmp_path: Path, text: str, name: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(run_with_data(tmp_path) + text)
+    result = CliRunner().invoke(app, ["train", str(path)])
+    assert result.stderr == f"error: unknown {name} ({path}); remove it; it is off here as well\n"
+
+
+def test_a_section_with_one_part_that_is_on_is_answered_part_by_part(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        run_with_data(tmp_path) + "[quantize.linear.float8]\nenable = false\n"
+        "[quantize.grouped_mm.mx]\nrecipe_name = 'mxfp8'\n[lighteval]\nbatch_size = 8\n"
+    )
+    assert CliRunner().invoke(app, ["train", str(path)]).stderr.splitlines() == [
+        f"error: unknown key quantize.linear ({path}); remove it; it is off here as well",
+        f"error: unknown key quantize.grouped_mm ({path}); megalite has no FP8 yet; "
+        "train.dtype=bfloat16",
+        f"error: unknown key lighteval.batch_size ({path}); megalite has no evaluation by tasks; "
+        "eval.sets are validation sets",
+    ]
 
 
 @pytest.mark.parametrize(("text", "answer"), LINES.items())
@@ -544,11 +592,116 @@ def test_an_unknown_option_beside_settings_is_named_with_those_there_are(run_fil
     result = CliRunner().invoke(app, ["train", str(run_file), *flags])
     assert result.stderr.splitlines() == [
         "error: --eval-interval is no option; write eval.interval=VALUE",
-        "error: --locl is no option; options are --local, --device, --name, --accept, "
-        "--print-config, --help",
+        "error: --locl is no option; did you mean --local? options are --local, --device, --name, "
+        "--accept, --print-config, --help",
         "error: --no-save-optim is no option; megalite has no checkpoints without the optimizer's "
         "state; settings are written section.key=VALUE",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (
+            "train {run} --locl",
+            "--locl is no option; did you mean --local? options are --local, --device, --name, "
+            "--accept, --print-config, --help",
+        ),
+        (
+            "plan {run} --gpu=8",
+            "--gpu is no option; did you mean --gpus? options are --gpus, --hardware, --json, "
+            "--help",
+        ),
+        ("report a --jsno", "--jsno is no option; did you mean --json? options are --out, --json, "
+         "--help"),
+        ("info -j a", "-j is no option; options are --quick, --json, --help"),
+        ("data inspect --token 3 a", "--token is no option; did you mean --tokens? options are "
+         "--tokenizer, --documents, --tokens, --json, --help"),
+        ("--verbose", "--verbose is no option; did you mean --version? options are --version, "
+         "--install-completion, --show-completion, --help"),
+        ("data --help-me", "--help-me is no option; did you mean --help? options are --help"),
+    ],
+)  # fmt: skip
+def test_an_unknown_option_alone_is_answered_by_the_nearest_one(
+    run_file: Path, words: str, answer: str
+) -> None:
+    result = CliRunner().invoke(app, words.format(run=run_file).split(" "))
+    assert (result.exit_code, result.stderr) == (2, f"error: {answer}\n")
+
+
+def test_a_value_that_looks_like_an_option_is_none(tmp_path: Path) -> None:
+    words = ["generate", str(tmp_path), "--prompt", "--locl", "--top-p", "-5"]
+    result = CliRunner().invoke(app, words)
+    assert result.stderr.startswith("error: --top-p=-5 ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_mistakes_in_options_and_settings_are_reported_in_one_round(run_file: Path) -> None:
+    words = f"train --num-layers 2 {run_file} --locl --accept train.stps,model.family --device tpu"
+    words += " train.steps=x data.path=gone parallel.vpp=2"
+    lines = CliRunner().invoke(app, words.split(" ")).stderr.splitlines()
+    assert [line[:44] for line in lines] == [
+        "error: --num-layers is no option; write mode",
+        "error: --locl is no option; did you mean --l",
+        "error: --accept train.stps: no such setting;",
+        "error: --accept model.family: cannot change ",
+        "error: --device=tpu: use auto or cpu or cuda",
+        'error: train.steps="x" (override) needs an i',
+        "error: parallel.vpp=2 has no effect with par",
+        "error: data.path=gone: no file gone.bin nor ",
+    ]
+
+    words = f"plan {run_file} --hardwear h100 --hardware h99 train.steps=x --print-config"
+    lines = CliRunner().invoke(app, words.split(" ")).stderr.splitlines()
+    assert [line[:40] for line in lines] == [
+        "error: --hardwear is no option; did you ",
+        "error: --print-config is no option; opti",
+        "error: hardware 'h99' is not known; use ",
+        'error: train.steps="x" (override) needs ',
+    ]
+
+    words = f"schedule zb-v --config {run_file} --micro-batches 3"
+    assert "did you mean --microbatches?" in CliRunner().invoke(app, words.split(" ")).stderr
+
+
+def test_an_unknown_option_without_a_config_is_reported_alone() -> None:
+    """The word behind it may be its value or the config: nothing is guessed about it."""
+    result = CliRunner().invoke(app, ["train", "--num-layers", "2"])
+    assert result.stderr == "error: --num-layers is no option; write model.num_layers=VALUE\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("report tiny", "tiny"),
+        ("report elsewhere/tniy runs/tiny", "elsewhere/tniy"),
+        ("report runs", "runs"),
+        ("info tiny", "tiny"),
+        ("info runs/tinny", "runs/tinny"),
+        ("generate tiny --prompt a", "tiny"),
+        ("schedule --from-run tiny", "tiny"),
+    ],
+)
+def test_a_run_is_suggested_for_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, asked: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/metrics.jsonl").touch()
+    (tmp_path / "runs/other").mkdir()
+    result = CliRunner().invoke(app, words.split(" "))
+    assert result.exit_code == 2
+    assert f"note: {asked}: did you mean runs/tiny?" in result.stderr.splitlines()
+
+
+def test_a_run_is_suggested_for_weights_to_begin_from(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_file.parent)
+    (run_file.parent / "runs/tiny").mkdir(parents=True)
+    (run_file.parent / "runs/tiny/metrics.jsonl").touch()
+    words = ["train", str(run_file), "checkpoint.load_weights=tiny"]
+    assert "; did you mean runs/tiny? give a run's" in CliRunner().invoke(app, words).stderr
 
 
 def test_a_setting_with_other_marks_between_section_and_key_is_that_setting() -> None:
