@@ -476,7 +476,7 @@ def test_missing_inputs_names_each_file(tmp_path: Path) -> None:
     )
     assert len(lines) == 2
     assert lines[0].startswith(f"data.path={prefix}: no file {prefix}.idx below ")
-    assert lines[1].startswith(f"data.tokenizer={tmp_path}/t.model: no such file;")
+    assert lines[1].startswith(f"data.tokenizer={tmp_path}/t.model: no such file or folder;")
     sets = [{"name": "code", "path": "gone"}]
     lines = missing_inputs(config(data__sources=[{"path": "a"}, {"path": str(prefix)}],
                                   eval__sets=sets))  # fmt: skip
