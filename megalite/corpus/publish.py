@@ -19,7 +19,7 @@ from megalite.data.indexed import CODES, HEADER, MAGIC, VERSION, byte_offsets, f
 from megalite.errors import DataError, cannot_write
 
 ENTRIES_AT_ONCE = 1 << 20  # of an index's tables in memory
-SUFFIXES = (".bin", ".idx", ".json", ".model")
+SUFFIXES = (".bin", ".idx", ".json", ".mask", ".model")
 
 
 def check_prefix(prefix: str | Path) -> None:
@@ -100,8 +100,8 @@ def publish_files(prefix: Path, made: Mapping[str, Path]) -> None:
     An old .idx is deleted first: at no moment may an index lie beside data of another dataset.
     """
     file_of(prefix, ".idx").unlink(missing_ok=True)
-    if ".json" not in made:
-        file_of(prefix, ".json").unlink(missing_ok=True)  # it describes the old dataset
+    for suffix in {".json", ".mask"} - made.keys():  # they describe the old dataset
+        file_of(prefix, suffix).unlink(missing_ok=True)
     for suffix, path in made.items():
         if suffix != ".idx":
             os.replace(path, file_of(prefix, suffix))

@@ -1,10 +1,11 @@
 """Fingerprints of the content of indexed datasets, to notice data changed in place.
 
-A fingerprint covers the two sizes, the index and the token file: each whole up to 64 MiB, above
-that 1,024 evenly spread blocks of 4 KiB with both ends. It does not depend on the files' times:
-copying to a node's own disk, or touching, changes nothing. A change between the blocks of a large
-file leaves the fingerprint alone, but not the file's time; so that is kept beside it, and reported.
-A checksum covers every byte of both files, so it takes as long as reading them.
+A fingerprint covers the sizes, the index, the token file and the loss mask, if any: each whole up
+to 64 MiB, above that 1,024 evenly spread blocks of 4 KiB with both ends. It does not depend on the
+files' times: copying to a node's own disk, or touching, changes nothing. A change between the
+blocks of a large file leaves the fingerprint alone, but not the file's time; so that is kept beside
+it, and reported.
+A checksum covers every byte of the files, so it takes as long as reading them.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def as_saved(identities: Mapping[str, Identity]) -> dict[str, dict[str, Any]]:
     return {name: asdict(known) for name, known in identities.items()}
 
 
-def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
-    """Hex sha256 over sizes, index and token bytes, as described at the top."""
+def fingerprint_files(bin_path: Path, idx_path: Path, *more: Path) -> str:
+    """Hex sha256 over sizes, index and token bytes, and `more` files, as described at the top."""
     digest = hashlib.sha256()
-    paths = (idx_path, bin_path)
+    paths = (idx_path, bin_path, *more)
     sizes = {path: path.stat().st_size for path in paths}
-    digest.update(f"megalite-1 {sizes[bin_path]} {sizes[idx_path]}".encode())
+    stated = " ".join(str(sizes[path]) for path in (bin_path, idx_path, *more))
+    digest.update(f"megalite-1 {stated}".encode())
     for path in paths:
         with path.open("rb") as stream:
             for start, length in _blocks(sizes[path]):
@@ -50,10 +52,10 @@ def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
     return digest.hexdigest()
 
 
-def checksum_files(bin_path: Path, idx_path: Path) -> str:
-    """CRC-32 of the index and the tokens, one after the other, in hex."""
+def checksum_files(bin_path: Path, idx_path: Path, *more: Path) -> str:
+    """CRC-32 of the index, the tokens and `more` files, one after the other, in hex."""
     found = 0
-    for path in (idx_path, bin_path):
+    for path in (idx_path, bin_path, *more):
         with path.open("rb") as stream:
             while block := stream.read(1 << 20):
                 found = zlib.crc32(block, found)

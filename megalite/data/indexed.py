@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data.loss_mask import SUFFIX, LossMask
 from megalite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -71,6 +72,7 @@ class IndexedDataset:
 
     `num_tokens` of the whole `.bin`, which is one stream; `lengths` [N] in tokens, `offsets` [N] in
     bytes, `documents` [D] as sequence indices, `modes` [N] or None, read-only views of the index.
+    `loss_mask`: which tokens are trained on, of PREFIX.mask, None without such a file.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -92,6 +94,15 @@ class IndexedDataset:
         self._descriptor = os.open(self.bin_path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self.num_tokens = os.fstat(self._descriptor).st_size // self.dtype.itemsize
+        mask_path = file_of(prefix, SUFFIX)
+        has_mask = mask_path.is_file()
+        self.loss_mask = LossMask(mask_path, self.num_tokens) if has_mask else None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files of the dataset: tokens, index, and the loss mask, if any."""
+        more = () if self.loss_mask is None else (self.loss_mask.path,)
+        return (self.bin_path, self.idx_path, *more)
 
     def check_all(self) -> None:
         """Check every entry of the index; raises DataError with the first bad one."""

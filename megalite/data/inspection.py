@@ -7,7 +7,7 @@ the sidecar's checksum; ids are scanned up to SCAN_TOKENS. Prints nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megalite.data.fingerprint import checksum_files, fingerprint_files
 from megalite.data.indexed import IndexedDataset
+from megalite.data.loss_mask import LossMask
 from megalite.data.sidecar import Sidecar, read_sidecar
 from megalite.data.tokenizer import Tokenizer, open_tokenizer
 from megalite.data.vocab import SCAN_TOKENS, largest_id
@@ -22,7 +23,8 @@ from megalite.errors import DataError
 
 QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 MAX_LENGTHS = 1 << 24  # lengths of documents held in memory; of more, an even sample
-BLOCK = 1 << 20  # documents at a time
+BLOCK = 1 << 20  # documents, or tokens of a loss mask, at a time
+OPEN, CLOSE = "\u27e6", "\u27e7"  # around what is trained on: white brackets, rare in text
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Inspection:
     histogram: list[tuple[int, int, int]]  # (from, to, documents) by powers of two
     shown: list[Shown]
     checks: list[Check]
+    trained_tokens: int | None  # of the loss mask; None: all are trained on
 
     @property
     def mean_tokens(self) -> float:
@@ -71,12 +74,17 @@ class Inspection:
 
 
 def inspect_dataset(
-    prefix: str, tokenizer: str | None = None, num_shown: int = 3, shown_tokens: int = 64
+    prefix: str,
+    tokenizer: str | None = None,
+    num_shown: int = 3,
+    shown_tokens: int = 64,
+    rendered: bool = False,
 ) -> Inspection:
     """Inspect the dataset at `prefix`; raises DataError if it cannot be opened.
 
     `tokenizer` is a file or folder to use in place of the one that the sidecar names. The first
-    `num_shown` documents are shown, `shown_tokens` of each.
+    `num_shown` documents are shown, `shown_tokens` of each; `rendered`: with their special tokens,
+    and what is trained on between brackets.
     """
     if num_shown < 0 or shown_tokens < 1:
         raise DataError(
@@ -98,7 +106,10 @@ def inspect_dataset(
         checks += _check_sidecar(data, sidecar, model)
     if vocab_size is not None and data.dtype.kind in "iu":
         checks.append(_check_ids(data, vocab_size))
-    if eos_id is not None:
+    trained = None if data.loss_mask is None else _count_trained(data.loss_mask)
+    if trained is not None:
+        checks.append(_check_mask(trained, sidecar))
+    elif eos_id is not None:  # conversations end as their template ends
         checks.append(_check_ends(data, eos_id, sidecar is not None))
 
     lengths = _document_lengths(data)
@@ -113,8 +124,9 @@ def inspect_dataset(
         tokenizer=None if found is None else str(found),
         quantiles=_quantiles(lengths),
         histogram=_histogram(lengths),
-        shown=[_show(data, number, model, shown_tokens) for number in numbers],
+        shown=[_show(data, number, model, shown_tokens, rendered) for number in numbers],
         checks=checks,
+        trained_tokens=trained,
     )
 
 
@@ -136,7 +148,7 @@ def _check_index(data: IndexedDataset) -> Check:
 
 
 def _check_sidecar(data: IndexedDataset, sidecar: Sidecar, model: Tokenizer | None) -> list[Check]:
-    files = (data.bin_path, data.idx_path)
+    files = data.files
     checks = [_check_same("fingerprint", fingerprint_files(*files), sidecar.fingerprint)]
     if sidecar.checksum is not None:
         checks.append(_check_same("checksum", checksum_files(*files), sidecar.checksum))
@@ -156,6 +168,26 @@ def _check_same(name: str, found: str, stated: str) -> Check:
         return Check(name, True, "files are those that were prepared")
     detail = f"found {found}, the sidecar states {stated}: files were replaced or damaged"
     return Check(name, False, detail)
+
+
+def _count_trained(mask: LossMask) -> int:
+    """The tokens that are trained on; -1 if the mask holds anything but 0 and 1."""
+    trained = 0
+    for start in range(0, mask.num_tokens, BLOCK):
+        part = mask.read(start, min(start + BLOCK, mask.num_tokens))
+        if part.max(initial=0) > 1:
+            return -1
+        trained += int(part.sum())
+    return trained
+
+
+def _check_mask(trained: int, sidecar: Sidecar | None) -> Check:
+    if trained < 0:
+        return Check("loss mask", False, "holds bytes other than 0 and 1: it is damaged")
+    stated = None if sidecar is None or sidecar.loss_mask is None else sidecar.loss_mask
+    good = stated is None or stated.trained_tokens == trained
+    more = "" if good or stated is None else f", the sidecar states {stated.trained_tokens}"
+    return Check("loss mask", good, f"{trained} tokens are trained on{more}")
 
 
 def _check_ids(data: IndexedDataset, vocab_size: int) -> Check:
@@ -218,9 +250,20 @@ def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     ]
 
 
-def _show(data: IndexedDataset, number: int, model: Tokenizer | None, limit: int) -> Shown:
+def _show(
+    data: IndexedDataset, number: int, model: Tokenizer | None, limit: int, rendered: bool
+) -> Shown:
     start, stop = data.document_start(number), data.document_start(number + 1)
     ids = data.read(start, min(stop, start + limit)).tolist()
     if model is None or any(not 0 <= token < model.vocab_size for token in ids):
         return Shown(number, stop - start, " ".join(map(str, ids)))
-    return Shown(number, stop - start, model.decode(ids))
+    if not rendered:
+        return Shown(number, stop - start, model.decode(ids))
+    if data.loss_mask is None:
+        return Shown(number, stop - start, model.decode(ids, special=True))
+    mask = data.loss_mask.read(start, start + len(ids)).tolist()
+    parts = []
+    for trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
+        text = model.decode([token for token, _ in run], special=True)
+        parts.append(f"{OPEN}{text}{CLOSE}" if trained else text)
+    return Shown(number, stop - start, "".join(parts))

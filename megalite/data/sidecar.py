@@ -1,4 +1,5 @@
-"""`PREFIX.json`, the sidecar: the description of a prepared dataset beside Megatron's two files.
+"""`PREFIX.json`, the sidecar: the description of a prepared dataset beside Megatron's two files
+and the loss mask, if any.
 
 Optional on reading: a dataset from elsewhere has none. One that does not describe the files beside
 it is refused: counts and fingerprint whenever a dataset is opened for training, the checksum, which
@@ -45,6 +46,21 @@ class SourceInfo(BaseModel):
     unknown_bytes: int | None = Field(default=None, ge=0)
 
 
+class MaskInfo(BaseModel):
+    """The loss mask beside the dataset: tokens of which the loss counts, and what marked them.
+
+    `template`: the chat template's file, or the tokenizer that it came with; `marked_by`: its own
+    generation tags, or the difference between renderings of one message more.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trained_tokens: int = Field(ge=0)
+    template: str
+    template_sha256: str
+    marked_by: Literal["generation", "prefixes"]
+
+
 class Sidecar(BaseModel):
     """The content of PREFIX.json. `max_id` is -1 for a dataset without tokens."""
 
@@ -59,9 +75,10 @@ class Sidecar(BaseModel):
     num_documents: int = Field(ge=0)
     dtype: str
     fingerprint: str
-    checksum: str | None = None  # of both files, whole; None: the writer made none
+    checksum: str | None = None  # of all files, whole; None: the writer made none
     tokenizer: TokenizerInfo
     source: SourceInfo
+    loss_mask: MaskInfo | None = None  # None: every token counts
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -81,6 +98,12 @@ def read_sidecar(data: IndexedDataset) -> Sidecar | None:
             f"{path} states (tokens, documents, dtype) = {stated}, the files beside it hold "
             f"{found}: they were replaced; prepare the dataset again, or delete {path.name}"
         )
+    if (sidecar.loss_mask is None) != (data.loss_mask is None):
+        stands = "is missing" if data.loss_mask is None else "is not one that it states"
+        raise DataError(
+            f"{path}: PREFIX.mask beside it {stands}, so that other tokens would be trained on; "
+            "copy all files of the dataset again, or prepare it again"
+        )
     return sidecar
 
 
@@ -98,7 +121,7 @@ def require_fingerprint(sidecar: Sidecar, data: IndexedDataset, found: str) -> N
 def require_checksum(sidecar: Sidecar, data: IndexedDataset) -> None:
     """Raise DataError if any byte of a dataset is not the one that was prepared; reads all."""
     if sidecar.checksum is not None:
-        found = checksum_files(data.bin_path, data.idx_path)
+        found = checksum_files(*data.files)
         _require_same("checksum", data, found, sidecar.checksum)
 
 

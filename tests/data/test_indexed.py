@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.corpus.indexed_writer import IndexedWriter
+from megalite.data.fingerprint import checksum_files, fingerprint_files
 from megalite.data.indexed import IndexedDataset, byte_offsets, dtype_for_vocab
 from megalite.errors import DataError
 from tests.data.kit import PROPERTY, index_bytes, write_dataset
@@ -40,6 +42,39 @@ def test_vocabulary_edges_round_trip(
     data = IndexedDataset(make([ids], vocab_size))
     assert data.dtype.name == dtype
     assert data.read(0, data.num_tokens).tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "vocab_size"),
+    [("uint8", 1, 256), ("int16", 3, 300), ("int32", 4, 300), ("int64", 5, 2**40), ("<u2", 8, 300)],
+)
+def test_documents_of_any_number_of_sequences_in_any_type_are_the_documented_bytes(
+    tmp_path: Path, dtype: str, code: int, vocab_size: int
+) -> None:
+    documents = [[[1, 2], [3]], [], [[4], [], [vocab_size - 1, 5]]]
+    with IndexedWriter(tmp_path / "x", vocab_size, dtype) as writer:
+        for number, sequences in enumerate(documents):
+            writer.add_sequences(sequences, modes=[number] * len(sequences))
+        written = writer.publish()
+    stored = np.array([1, 2, 3, 4, vocab_size - 1, 5], dtype=dtype)
+    assert (tmp_path / "x.bin").read_bytes() == stored.tobytes()
+    assert (tmp_path / "x.idx").read_bytes() == index_bytes(
+        [2, 1, 1, 0, 2], [0, 2, 2, 5], code, stored.itemsize, modes=[0, 0, 2, 2, 2]
+    )
+    assert (written.num_documents, written.num_tokens, written.max_id) == (3, 6, vocab_size - 1)
+    IndexedDataset(tmp_path / "x").check_all()
+
+
+def test_the_writer_refuses_types_and_modes_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"uint8 holds ids up to 255, vocab_size=257"):
+        IndexedWriter(tmp_path / "x", 257, "uint8")
+    with pytest.raises(DataError, match=r"dtype=float32: token ids are stored as one of uint8"):
+        IndexedWriter(tmp_path / "x", 257, "float32")
+    with IndexedWriter(tmp_path / "x", 257) as writer:
+        writer.add_sequences([[1], [2]])
+        for modes in ([1], [1, 2]):
+            with pytest.raises(DataError, match=r"document 1: \d modes for 2 sequences"):
+                writer.add_sequences([[1], [2]], modes)
 
 
 @PROPERTY
@@ -261,3 +296,45 @@ def test_killed_writer_leaves_nothing_loadable(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     with pytest.raises(DataError, match="no such file"):
         IndexedDataset(tmp_path / "a")
+
+
+def test_a_loss_mask_is_a_byte_a_token_behind_its_header(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "x", 300) as writer:
+        writer.add_document([1, 2, 3], [False, True, True])
+        writer.add_document([4], [False])
+        written = writer.publish()
+    content = (tmp_path / "x.mask").read_bytes()
+    assert content == b"MLMASK\0\0" + struct.pack("<QQ", 1, 4) + bytes([0, 1, 1, 0])
+    data = IndexedDataset(tmp_path / "x")
+    assert data.loss_mask is not None
+    assert data.loss_mask.read(1, 4).tolist() == [1, 1, 0]
+    assert fingerprint_files(*data.files) == written.fingerprint
+
+    before = checksum_files(*data.files)
+    (tmp_path / "x.mask").write_bytes(content[:-1] + b"\1")
+    assert fingerprint_files(*data.files) != written.fingerprint
+    assert checksum_files(*data.files) != before
+    write_dataset(tmp_path / "x", [[1]])  # a mask of an earlier dataset would mask the new one
+    assert not (tmp_path / "x.mask").exists()
+
+
+def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with (
+        IndexedWriter(tmp_path / "x", 300) as writer,
+        pytest.raises(DataError, match=r"a loss mask of shape \(1,\) for 2 tokens"),
+    ):
+        writer.add_document([1, 2], [True])
+    with IndexedWriter(tmp_path / "x", 300) as writer:
+        writer.add_document([1, 2], [True, False])
+        with pytest.raises(DataError, match="some documents have a loss mask and others none"):
+            writer.add_document([3])
+    write_dataset(tmp_path / "x", [[1, 2]])
+    for content, message in {
+        b"MLMASK\0\0" + struct.pack("<QQ", 1, 3) + bytes(3): "states 3 tokens and holds 3",
+        b"MLMASK\0\0" + struct.pack("<QQ", 1, 2) + bytes(1): "states 2 tokens and holds 1",
+        b"MLMASK\0\0" + struct.pack("<QQ", 2, 2) + bytes(2): "version: found 2, wanted 1",
+        b"else": "not a loss mask",
+    }.items():
+        (tmp_path / "x.mask").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            IndexedDataset(tmp_path / "x")

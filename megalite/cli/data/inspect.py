@@ -32,6 +32,13 @@ def inspect(
     ] = None,
     documents: Annotated[int, typer.Option(metavar="N", help="Documents to print.")] = 3,
     tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each to print.")] = 64,
+    rendered: Annotated[
+        bool,
+        typer.Option(
+            "--rendered",
+            help="Print special tokens, too, and what is trained on between white brackets.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print a dataset's counts, lengths and documents; verify it.
@@ -41,11 +48,11 @@ def inspect(
     from megalite.data.inspection import inspect_dataset
     from megalite.errors import DataError
 
-    found = inspect_dataset(prefix, tokenizer, documents, tokens)
+    found = inspect_dataset(prefix, tokenizer, documents, tokens, rendered)
     if as_json:
         print_json(_values(found))
     else:
-        typer.echo("\n".join(report(found)))
+        typer.echo("\n".join(report(found, rendered)))
     if bad := [check for check in found.checks if not check.good]:
         raise DataError("\n".join(f"{prefix}: {check.name}: {check.detail}" for check in bad))
 
@@ -57,22 +64,35 @@ def _values(found: Inspection) -> dict[str, Any]:
     return {**asdict(found), "sidecar": sidecar, **more}
 
 
-def report(found: Inspection) -> list[str]:
-    """The lines of a whole inspection."""
+def report(found: Inspection, rendered: bool = False) -> list[str]:
+    """The lines of a whole inspection; `rendered`: documents as lines of their own."""
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in found.quantiles.items())
     lines = [
         f"dataset    {found.prefix}",
         f"tokens     {found.num_tokens:,} ({found.dtype})",
         f"documents  {found.num_documents:,} in {found.num_sequences:,} sequences",
+        *_trained(found),
         *_origin(found),
         f"lengths    mean {found.mean_tokens:,.1f} tokens; quantiles {quantiles or 'none'}",
         *_histogram(found),
     ]
     for shown in found.shown:
-        lines.append(f"document {shown.number} ({shown.num_tokens:,} tokens): {shown.text!r}")
+        if rendered:
+            lines += [f"document {shown.number} ({shown.num_tokens:,} tokens):", shown.text]
+        else:
+            lines.append(f"document {shown.number} ({shown.num_tokens:,} tokens): {shown.text!r}")
     for check in found.checks:
         lines.append(f"check {check.name}: {'good' if check.good else 'BAD'}: {check.detail}")
     return lines
+
+
+def _trained(found: Inspection) -> list[str]:
+    if found.trained_tokens is None:
+        return []
+    stated = found.sidecar.loss_mask if found.sidecar is not None else None
+    share = max(found.trained_tokens, 0) / max(found.num_tokens, 1)
+    by = f", marked by {stated.marked_by} of {stated.template}" if stated is not None else ""
+    return [f"trained    {found.trained_tokens:,} tokens ({share:.1%}){by}"]
 
 
 def _origin(found: Inspection) -> list[str]:
