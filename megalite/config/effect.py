@@ -170,6 +170,32 @@ EFFECTS: tuple[Effect, ...] = (
         "it makes data.path, which is not set; remove it or set data.path",
     ),
     Effect(
+        ("data.split_at",),
+        lambda c: c.data.packing == "stream",
+        "data.packing=documents cuts at documents anyway; remove it",
+    ),
+    Effect(
+        ("data.long_documents",),
+        lambda c: c.data.packing == "documents",
+        "data.packing=stream cuts documents of any length; remove it or set data.packing=documents",
+    ),
+    Effect(
+        ("data.weights",),
+        lambda c: bool(c.data.sources),
+        "data.path is the only source; remove it or give data.sources",
+    ),
+    Effect(
+        ("data.eod_mask_loss",),
+        lambda c: not c.data.document_masks,
+        "data.document_masks=true masks these labels, too; remove it",
+    ),
+    Effect(
+        ("data.reset_positions",),
+        lambda c: c.model.positions == "learned" and c.data.document_masks,
+        "it needs model.positions=learned and data.document_masks=true: rotary positions count as "
+        "differences, which are the same within a document; remove it or set these",
+    ),
+    Effect(
         ("data.prefetch",),
         lambda c: c.data.workers > 0,
         "data.workers=0 reads nothing ahead; remove it or set data.workers=1",

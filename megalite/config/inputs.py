@@ -73,9 +73,17 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         return
     if any(word.partition("=")[0] == "--out" for word in data.prepare):
         yield "data.prepare names --out, which is data.path; take it out"
+    if data.packing == "documents" and not data.document_masks:
+        yield (
+            "data.packing=documents puts documents that do not follow from each other into one "
+            "sample, so that tokens would attend to others; set data.document_masks=true"
+        )
     found = sources(data)
     yield from _repeated("data.sources", [source.name for source in found])
-    yield from _weights(found)
+    if data.weights == "given":
+        yield from _weights(found)
+    elif found and not any(source.weight for source in found):
+        yield "data.sources: weight=0 in all of them leaves nothing to train on; raise one"
     yield from _evaluation(data, config.eval)
     yield from _best(config)
 

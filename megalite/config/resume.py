@@ -46,7 +46,7 @@ _FREE_KEYS = (
 )
 _NEVER_SECTIONS = ("model",)
 # Positions in the data are counted in samples; moments are saved as their algorithm and type.
-_NEVER_KEYS = ("data.seq_length", "optimizer.name", "optimizer.moment_dtype")
+_NEVER_KEYS = ("data.seq_length", "data.packing", "optimizer.name", "optimizer.moment_dtype")
 _NOT_NEVER = ("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout")
 
 # Of the model's settings those that decide which weights there are, and of what shape: weights of

@@ -398,7 +398,17 @@ class DataConfig(Section):
     seq_length: int = Field(ge=1, le=2**31 - 1)  # tokens of a sample
     # shares of each source for train, validation and, if given, test; also "969,30,1"
     split: tuple[float, ...] = (0.98, 0.02)
+    # where the parts of split end: at a token, or at the next start of a document
+    split_at: Literal["token", "document"] = "token"
+    # size: the weight of each source is times its number of samples, so 1 takes all alike
+    weights: Literal["given", "size"] = "given"
+    # samples are windows of the stream of tokens, or whole documents and padding
+    packing: Literal["stream", "documents"] = "stream"
+    # documents longer than a sample are cut there, or left out
+    long_documents: Literal["truncate", "drop"] = "truncate"
     document_masks: bool = False  # tokens attend only to their own document
+    eod_mask_loss: bool = False  # no loss for the first token of a document behind another one
+    reset_positions: bool = False  # learned positions begin anew in each document
     # threads that read ahead; 0: read when the step needs it
     workers: int = Field(default=1, ge=0, le=64)
     prefetch: int = Field(default=2, ge=1, le=1024)  # steps that the threads may be ahead

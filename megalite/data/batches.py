@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from megalite.data.blend import Blend, Places
 from megalite.data.dataset import TokenSpan
 from megalite.data.sampler import GOLDEN, MASK_64, SampleOrder, mix64
+from megalite.data.samples import Packing
 from megalite.errors import ConfigError, DataError
 
 PADDING = -1  # sample id of a sequence of padding
@@ -51,27 +52,31 @@ class Batches:
     def __init__(
         self,
         spans: TokenSpan | Sequence[TokenSpan],
-        seq_length: int,
+        packing: Packing | int,
         seed: int,
         *,
         weights: Sequence[Fraction] = (Fraction(1),),
         shuffle: bool = True,
         once: bool = False,
         document_masks: bool = False,
+        eod_mask_loss: bool = False,
         vocab_size: int | None = None,
     ) -> None:
         self.spans = [spans] if isinstance(spans, TokenSpan) else list(spans)
-        self.seq_length = seq_length
+        packing = Packing.of(packing)
+        self.seq_length = packing.seq_length
         self.document_masks = document_masks
+        self.eod_mask_loss = eod_mask_loss or document_masks
         self.vocab_size = vocab_size
         assert not once or len(self.spans) == 1, "a pass is over one source"
 
         # An order needs at least one sample, which a source of weight 0 may lack: it has no order.
-        for span, weight in zip(self.spans, weights, strict=True):
-            if weight:
-                span.require_samples(seq_length)
+        self.samples = [
+            span.require_samples(packing) if weight else span.samples(packing)
+            for span, weight in zip(self.spans, weights, strict=True)
+        ]
         self._weights, self._seed, self._shuffle = weights, seed, shuffle
-        self._num_samples = [span.num_samples(seq_length) for span in self.spans]
+        self._num_samples = [samples.num_samples for samples in self.samples]
         self.begin_at(0, range(len(weights)), [0] * len(weights))
 
         # Sample ids count through all sources, so one number names a sample of the run.
@@ -147,8 +152,13 @@ class Batches:
         ):
             if sample == PADDING:
                 weight[row] = 0.0
-            else:
-                window[row] = self.spans[source].read(sample * length, length + 1)
+                continue
+            span, (first, stop) = self.spans[source], self.samples[source].window(sample)
+            count = stop - first
+            window[row, :count] = span.read(first, count)
+            weight[row, count - 1 :] = 0.0  # of whole documents, which may fill a part
+            if (mask := span.loss_mask(first + 1, count - 1)) is not None:
+                weight[row, : count - 1] = mask
         self._check_ids(window, places)
 
         # `_segments` also masks labels in `weight`, so it comes before the weights are split.
@@ -164,14 +174,14 @@ class Batches:
     def _segments(
         self, places: Places, micro_batch: int, weight: NDArray[np.float32]
     ) -> list[torch.Tensor]:
-        """cu_seqlens of each microbatch.
+        """cu_seqlens of each microbatch, which holds documents apart with document masks.
 
-        With document masks also sets `weight` to 0 in place, for labels that are the first token of
-        the next document.
+        Also sets `weight` to 0 in place for labels that are the first token of the next document,
+        with document masks or `eod_mask_loss`.
         """
         length = self.seq_length
         plain = np.arange(micro_batch + 1, dtype=np.int64) * length
-        if not self.document_masks:
+        if not self.eod_mask_loss:
             same = torch.from_numpy(plain.astype(np.int32))
             return [same] * (len(places.source) // micro_batch)
 
@@ -182,12 +192,15 @@ class Batches:
             if row % micro_batch == 0:
                 starts.append([plain])
             if sample != PADDING:
-                first = sample * length
+                first, stop = self.samples[source].window(sample)
                 # The label before a boundary is the next document's first token. A boundary at the
                 # very end masks the last label and starts no new segment: `unique` merges it.
-                within = self.spans[source].boundaries(first, first + length) - first
+                within = self.spans[source].boundaries(first, min(stop, first + length)) - first
                 weight[row, within - 1] = 0.0
-                starts[-1].append(within + row % micro_batch * length)
+                if self.document_masks:
+                    # What is not filled is a segment of its own.
+                    within = np.append(within, min(stop - first, length))
+                    starts[-1].append(within + row % micro_batch * length)
         return [
             torch.from_numpy(np.unique(np.concatenate(parts)).astype(np.int32)) for parts in starts
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from megalite.config import RunConfig
 from megalite.config.inputs import Source
 from megalite.data.dataset import TokenDataset, TokenSpan
+from megalite.data.samples import Packing
 from megalite.data.sidecar import require_tokenizer
 from megalite.errors import DataError
 
@@ -27,10 +28,17 @@ def require_own_tokenizer(dataset: TokenDataset, config: RunConfig) -> None:
         require_tokenizer(dataset.sidecar, dataset.prefix, tokenizer)
 
 
+def packing_of(config: RunConfig) -> Packing:
+    """The way that the config cuts samples."""
+    data = config.data
+    return Packing(data.seq_length, data.packing == "documents", data.long_documents == "drop")
+
+
 def split_source(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, TokenSpan]:
     """The spans of a source by part; DataError, with its name, for a part without a sample."""
     try:
-        return dataset.split(config.data.split, config.data.seq_length)
+        at_documents = config.data.split_at == "document"
+        return dataset.split(config.data.split, packing_of(config), at_documents)
     except DataError as error:
         if not config.data.sources:
             raise

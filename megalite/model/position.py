@@ -1,7 +1,8 @@
 """Positions of tokens: tables of rotation angles, or a learned vector for each place.
 
 Shapes: T tokens of a microbatch (this rank's shard t under sequence parallelism), D model, S rows
-of the table, s tokens of a sequence. A token's position is counted from its sequence's start.
+of the table, s tokens of a sequence. A token's position is counted from its sequence's start, or,
+where they are learned, from what the microbatch gives.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ class PositionEmbedding(ShardedModule):
         self.weight = self.add_parameter("weight", spec)
 
     def forward(self, x: Tensor, position_T: Tensor | int) -> Tensor:
-        """x: [T, D] or [t, D]; position_T: of each of these tokens, or their sequences' length."""
+        """x: [T, D] or [t, D]; position_T: of all T tokens, or the length of their sequences."""
+        shard = self.context.tp.rank if self.context.sequence_parallel else 0
+        first, stop = shard * len(x), (shard + 1) * len(x)
         if isinstance(position_T, int):
-            shard = self.context.tp.rank if self.context.sequence_parallel else 0
-            token = torch.arange(shard * len(x), (shard + 1) * len(x), device=x.device)
-            position_T = token % position_T
-        return _AddPosition.apply(x, self.weight, position_T, self)
+            own = torch.arange(first, stop, device=x.device) % position_T
+        else:
+            own = position_T[first:stop]
+        return _AddPosition.apply(x, self.weight, own, self)
 
 
 class _AddPosition(torch.autograd.Function):

@@ -44,7 +44,8 @@ class ModelInput(Protocol):
     token_T, label_T: int64 [T]. weight_T: [T], each token's share of the step's loss; 0 where
     masked. cu_seqlens: document boundaries [0, ..., T]. masks: those made of such boundaries; the
     first chunk that needs another adds it. dropout: the place of the microbatch in its step; None
-    (evaluation) drops nothing.
+    (evaluation) drops nothing. position_T: int64 [T] for learned positions; None counts through the
+    sequence.
     """
 
     @property
@@ -59,6 +60,8 @@ class ModelInput(Protocol):
     def masks(self) -> Masks: ...
     @property
     def dropout(self) -> DropoutAt | None: ...
+    @property
+    def position_T(self) -> Tensor | None: ...
 
 
 class Transformer(nn.Module):
@@ -166,7 +169,7 @@ class Transformer(nn.Module):
         ), "a batch to train on says where it stands, or nothing would be dropped"
         mask = self._mask(micro_batch.cu_seqlens, micro_batch.masks)
         sequences = self._sequences(len(micro_batch.token_T), mask, micro_batch.dropout)
-        x, delta = self.hidden(x, micro_batch.token_T, sequences)
+        x, delta = self.hidden(x, micro_batch.token_T, sequences, micro_batch.position_T)
         if not self.last:
             return sum_of(x, delta)
 

@@ -29,7 +29,8 @@ class TokenBatch:
     """A microbatch on the device: token_T, label_T int64 [T]; weight_T [T]; cu_seqlens [0, ..., T].
 
     dropout: the place of the microbatch in its step; None drops nothing (evaluation). masks: those
-    made so far, which the microbatches of a step share.
+    made so far, which the microbatches of a step share. position_T: the place of each token for
+    learned positions; None counts through the sequence.
     """
 
     token_T: Tensor
@@ -38,6 +39,7 @@ class TokenBatch:
     cu_seqlens: list[int]
     dropout: DropoutAt | None = None
     masks: Masks = field(default_factory=dict)
+    position_T: Tensor | None = None
 
 
 class Upload:
@@ -46,7 +48,10 @@ class Upload:
     On CUDA copies run on a stream of their own: beside what is computed, and before it is done.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, reset_positions: bool = False
+    ) -> None:
+        self._reset_positions = reset_positions
         self._device, self._weight_dtype = device, main_grad_dtype(dtype)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -62,6 +67,10 @@ class Upload:
         """
         tokens = torch.stack([ids for b in micro_batches for ids in (b.tokens, b.labels)])
         weights = torch.stack([batch.loss_weight for batch in micro_batches]).double() * scale
+        positions: Sequence[Tensor | None] = [None] * len(micro_batches)
+        if self._reset_positions:
+            counted = torch.stack([_positions(batch.cu_seqlens) for batch in micro_batches])
+            positions = self._copy(counted).unbind()
         token_2mT, weight_mT = self._copy(tokens), self._copy(weights.to(self._weight_dtype))
         masks: Masks = {}
         return [
@@ -72,6 +81,7 @@ class Upload:
                 cu_seqlens=batch.cu_seqlens.tolist(),
                 dropout=None if dropout is None else dropout.later(index * len(batch.tokens)),
                 masks=masks,
+                position_T=positions[index],
             )
             for index, batch in enumerate(micro_batches)
         ]
@@ -87,6 +97,13 @@ class Upload:
         # Its memory is the copying stream's, which would fill it again while this one reads it.
         there.record_stream(current)
         return there
+
+
+def _positions(cu_seqlens: Tensor) -> Tensor:
+    """The place of each token in its segment, int64 [T]."""
+    lengths = cu_seqlens.diff()
+    place_T = torch.arange(int(cu_seqlens[-1]))
+    return place_T - cu_seqlens[:-1].long().repeat_interleave(lengths)
 
 
 def step_loader(

@@ -66,7 +66,11 @@ def resumed_position(
     """
     found, exact = _saved_position(saved, old, sample)
     fingerprints = {source.name: data[source.name]["fingerprint"] for source in sources(new.data)}
-    if exact and same_meaning(old, new, "data.sources"):
+    same = all(same_meaning(old, new, name) for name in ("data.sources", "data.weights"))
+    if new.data.weights == "size":  # which follow from the content
+        before = {name: source.fingerprint for name, source in found.sources.items()}
+        same = same and all(before.get(name) == now for name, now in fingerprints.items())
+    if exact and same:
         known = {
             name: source._replace(fingerprint=fingerprints.get(name, source.fingerprint))
             for name, source in found.sources.items()

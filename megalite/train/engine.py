@@ -57,7 +57,7 @@ class Engine:
             self.chunks, mesh, config.optimizer, self.dtype, mesh.device, self.ops
         )
 
-        self.upload = Upload(mesh.device, self.dtype)
+        self.upload = Upload(mesh.device, self.dtype, config.data.reset_positions)
         tokens = config.train.micro_batch * config.data.seq_length
         if config.parallel.sequence_parallel:
             tokens //= mesh.tp.size

@@ -15,7 +15,7 @@ from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset, TokenSpan
 from megalite.data.fingerprint import Identity
-from megalite.data.inputs import open_dataset, split_source, whole_set
+from megalite.data.inputs import open_dataset, packing_of, split_source, whole_set
 from megalite.distributed.equality import all_equal
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
@@ -65,6 +65,9 @@ def open_data(config: RunConfig) -> RunData:
     make = partial(_batches, config, ids_are_known)
     splits = [split_source(opened(source.path), source, config) for source in blend]
     weights = [source.weight for source in blend]
+    if data.weights == "size":
+        counts = (split["train"].num_samples(packing_of(config)) for split in splits)
+        weights = [weight * count for weight, count in zip(weights, counts, strict=True)]
     train = make([split["train"] for split in splits], config.train.seed, weights)
 
     # Sets from the splits of the sources, if any are evaluated, then those with datasets of their
@@ -92,15 +95,18 @@ def describe_data(
     taken, at_end: samples of each source that were taken before, and will be at the run's end.
     """
     lines = []
-    spans = data.train.spans
-    for source, span, before, end in zip(sources(config.data), spans, taken, at_end, strict=True):
-        own = span.num_samples(config.data.seq_length)
+    spans, cuts = data.train.spans, data.train.samples
+    for source, span, samples, before, end in zip(
+        sources(config.data), spans, cuts, taken, at_end, strict=True
+    ):
+        own = samples.num_samples
         epochs = f" = {(end - before) / own:.3g} epochs" if own else ""
         lines.append(
             f"data {source.name}: {span.num_tokens} tokens = {own} samples to train on; "
             + (f"{before} taken before, " if before else "")
             + f"this run takes {end - before}{epochs}"
         )
+        lines += [f"data {source.name}: {note}" for note in samples.notes()]
     for each in data.sets:
         when = " at the end" if each.at_end else ""
         count = each.batches.num_samples
@@ -142,10 +148,11 @@ def _batches(
     known = [ids_are_known(span.data) for span in spans]
     return Batches(
         spans,
-        config.data.seq_length,
+        packing_of(config),
         seed,
         weights=weights,
         once=once,
         document_masks=config.data.document_masks,
+        eod_mask_loss=config.data.eod_mask_loss,
         vocab_size=None if all(known) else config.model.vocab_size,
     )

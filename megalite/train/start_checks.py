@@ -24,7 +24,7 @@ from megalite.config.resume import require_resume_mode
 from megalite.config.saved import saved_config
 from megalite.data.dataset import TokenDataset
 from megalite.data.indexed import file_of
-from megalite.data.inputs import require_own_tokenizer, split_source, whole_set
+from megalite.data.inputs import packing_of, require_own_tokenizer, split_source, whole_set
 from megalite.data.sidecar import require_checksum
 from megalite.errors import CheckpointError, DataError
 from megalite.exchange.folder import hf_folder, read_folder
@@ -147,7 +147,7 @@ def _collected(problems: list[str], path: str) -> Iterator[None]:
 
 def _check_content(dataset: TokenDataset, path: str, config: RunConfig) -> None:
     sidecar, indexed = dataset.sidecar, dataset.indexed
-    size = indexed.bin_path.stat().st_size + indexed.idx_path.stat().st_size
+    size = sum(file.stat().st_size for file in indexed.files)
     if sidecar is not None and size <= CHECKED_BYTES:
         require_checksum(sidecar, indexed)
 
@@ -168,7 +168,7 @@ def _check_samples(dataset: TokenDataset, path: str, config: RunConfig) -> None:
             split_source(dataset, source, config)
     for entry in config.eval.sets:
         if entry.path == path:
-            whole_set(dataset, entry.name).require_samples(config.data.seq_length)
+            whole_set(dataset, entry.name).require_samples(packing_of(config))
 
 
 def _folder_problems(config: RunConfig) -> Iterator[str]:

@@ -227,14 +227,11 @@ MISTAKES = {
         "train.recompute=full is each layer, stage each stage; settings are written "
         "section.key=VALUE"
     ),
-    "--eod-mask-loss": (
-        "--eod-mask-loss is no option; that is data.document_masks here (masks attention and "
-        "the loss at a document's end); settings are written section.key=VALUE"
-    ),
+    "--eod-mask-loss": "--eod-mask-loss is no option; write data.eod_mask_loss=true",
     "--reset-position-ids": (
-        "--reset-position-ids is no option; megalite has no reset of positions; with "
-        "model.positions=rope data.document_masks alone has its effect; settings are written "
-        "section.key=VALUE"
+        "--reset-position-ids is no option; that is data.reset_positions here (for learned "
+        "positions; with model.positions=rope data.document_masks alone has its effect); settings "
+        "are written section.key=VALUE"
     ),
     "--data-cache-path cache": (
         "--data-cache-path is no option; megalite has no cache of the order of samples; it is "

@@ -87,6 +87,7 @@ class Batch:
     cu_seqlens: tuple[int, ...]
     dropout: Any = None
     masks: Any = field(default_factory=dict)
+    position_T: Tensor | None = None
 
 
 def model_config(**changes: Any) -> ModelConfig:
