@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import os
 import platform
 import sysconfig
@@ -31,7 +32,10 @@ from megalite.corpus.documents import (
     MAX_PLACES,
     CorpusChunk,
     CorpusReport,
+    Document,
     Fault,
+    Form,
+    TextForm,
     parse,
     with_detail,
 )
@@ -39,19 +43,19 @@ from megalite.corpus.sources import (
     JSON_SUFFIXES,
     LINES_SUFFIXES,
     PACKED_SUFFIXES,
-    PARQUET_SUFFIX,
     UTF8,
     TextChunks,
     file_bytes,
     read_files,
     require_kinds,
 )
+from megalite.corpus.tables import TABLE_SUFFIXES
 from megalite.errors import DataError
 
 Policy = Literal["fail", "skip"]
 BUILTIN = "builtin"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-RECORD_SUFFIXES = (*LINES_SUFFIXES, PARQUET_SUFFIX)
+RECORD_SUFFIXES = (*LINES_SUFFIXES, *TABLE_SUFFIXES)
 KNOWN_SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, *JSON_SUFFIXES)
 LOOK_AHEAD_BYTES = 256 << 20  # of text behind a bad document, searched for more of them
 MAX_KINDS = 8  # of files left out, in a message
@@ -68,7 +72,7 @@ class Corpus:
     description: str
     files: list[Path]
     policy: Policy
-    key: str = "text"
+    form: Form = TextForm()  # noqa: RUF009 (frozen)
     max_bytes: int | None = None
     encoding: str = UTF8
     selection: str = ""  # the kinds of files of a folder that are taken and left out
@@ -96,7 +100,7 @@ class Corpus:
 
     def chunks(self) -> Iterator[CorpusChunk]:
         """The whole corpus as bytes, in order, not limited by `max_bytes`."""
-        return read_files(self.files, self.key, self.encoding)
+        return read_files(self.files, self.form, self.encoding)
 
     def documents(
         self,
@@ -113,7 +117,9 @@ class Corpus:
         for chunk in self.chunks():
             on_chunk(chunk)
             try:
-                yield from accepted_texts(chunk, report, self.key, self.policy, self.max_bytes)
+                options = (self.form, self.policy, self.max_bytes)
+                for document in accepted_documents(chunk, report, *options):
+                    yield document.text
             except DataError as error:
                 raise self.refusal(chunk, str(error)) from None
             if report.reached_max_bytes:
@@ -135,7 +141,7 @@ class Corpus:
         seen_bytes, saw_all = 0, False
         with suppress(DataError):  # a file that cannot be read ends the search
             for each in chain([chunk], self._chunks_behind(chunk)):
-                for index, _, fault in parse(each, self.key):
+                for index, _, _, fault in parse(each, self.form):
                     if fault is not None and fault.kind != EMPTY_FILE:
                         faults[fault.name] += 1
                         named.setdefault(each.file(index), f"{each.place(index)}: {fault}")
@@ -157,7 +163,7 @@ class Corpus:
         begins = accumulate(map(file_bytes, self.files), initial=0)
         pairs = zip(self.files, begins, strict=False)
         behind = [path for path, begin in pairs if begin >= chunk.source_bytes]
-        return read_files(behind, self.key, self.encoding)
+        return read_files(behind, self.form, self.encoding)
 
     def require_some(self, report: CorpusReport) -> None:
         """Raise DataError if no document was found."""
@@ -177,30 +183,31 @@ class Corpus:
         )
 
 
-def accepted_texts(
-    chunk: CorpusChunk, report: CorpusReport, key: str, policy: Policy, max_bytes: int | None
-) -> Iterator[str]:
+def accepted_documents(
+    chunk: CorpusChunk, report: CorpusReport, form: Form, policy: Policy, max_bytes: int | None
+) -> Iterator[Document]:
     """The good documents of a chunk, counted into `report`.
 
-    `max_bytes` limits the text in `report`, that of earlier chunks included. Raises DataError at
-    the first bad document under policy `fail`.
+    `max_bytes` limits the text in `report`, that of earlier chunks included; a text may be cut
+    there, a conversation is left out. Raises DataError at the first bad document under policy
+    `fail`.
     """
     report.notice(chunk)
-    for index, text, fault in parse(chunk, key):
+    for index, text, trained, fault in parse(chunk, form):
         if fault is not None:
             if fault.kind == EMPTY_FILE:
                 report.notice_at(EMPTY_FILE, chunk.place(index))
             elif policy == "fail":
-                detailed = with_detail(chunk, index, fault, key)
+                detailed = with_detail(chunk, index, fault)
                 raise DataError(
                     f"{chunk.place(index)}: {detailed}; {FAULTS[fault.kind]}. "
                     "Mend it, or leave such documents out with --on-bad skip"
                 )
             else:
-                report.skip(chunk, index, fault, key)
+                report.skip(chunk, index, fault)
             continue
 
-        if text.startswith(BOM):
+        if trained is None and text.startswith(BOM):
             report.notice_at(BOM_DROPPED, chunk.place(index))
             text = text.lstrip(BOM)
 
@@ -208,12 +215,13 @@ def accepted_texts(
         size = len(text) if text.isascii() else len(text.encode())
         if max_bytes is not None and size > max_bytes - report.text_bytes:
             report.reached_max_bytes = True
-            text = _first_bytes(text, max_bytes - report.text_bytes)
+            left = max_bytes - report.text_bytes
+            text = _first_bytes(text, left) if trained is None else ""
             size = len(text.encode())
         if text:
             report.num_documents += 1
             report.text_bytes += size
-            yield text
+            yield Document(index, text, trained, None)
         if report.reached_max_bytes:
             return
 
@@ -242,7 +250,7 @@ class BuiltinCorpus(Corpus):
         bad: list[tuple[str, Fault]] = []  # (place, fault)
         good: list[tuple[bytes, str, str]] = []  # (hash, place, text)
         for chunk in super().chunks():
-            for index, text, fault in parse(chunk, self.key):
+            for index, text, _, fault in parse(chunk, self.form):
                 place = chunk.place(index)
                 if fault is not None:
                     bad.append((place, fault))
@@ -280,7 +288,7 @@ def _pieces(text: str) -> Iterator[str]:
 def open_corpus(
     source: str,
     *,
-    key: str = "text",
+    key: str | Form = "text",
     policy: Policy | None = None,
     max_bytes: int | None = None,
     suffixes: Sequence[str] | None = None,
@@ -289,15 +297,17 @@ def open_corpus(
     """The corpus that `source` names: a folder, a text or JSONL file, or the word builtin.
 
     A file without a suffix is a text if it is the source itself; a folder's need a suffix.
-    `policy` defaults to fail, and to skip for builtin, whose files the user cannot correct.
-    `suffixes` chooses the files of a folder, `encoding` is that of texts and of lines. Raises
-    DataError if there is nothing to read, or a file is not what its name says.
+    `key` holds the text of a record, or is another form of documents. `policy` defaults to fail, to
+    skip for builtin, whose files the user cannot correct. `suffixes` chooses the files of a folder,
+    `encoding` is that of texts and of lines. Raises DataError if there is nothing to read, or a
+    file is not what its name says.
     """
     # The word wins over a folder or a file of that name, which ./builtin reaches.
+    form: Form = TextForm(key) if isinstance(key, str) else key
     path = Path(source)
     if source != BUILTIN and path.is_dir():
         files, selection = _folder_files(path, suffixes)
-        options = (key, max_bytes, encoding, selection)
+        options = (form, max_bytes, encoding, selection)
         return Corpus(f"folder {source}", files, policy or "fail", *options)
     if suffixes:
         raise DataError(f"suffixes={list(suffixes)} choose files of a folder; {source} is none")
@@ -305,7 +315,7 @@ def open_corpus(
         if encoding != UTF8:
             raise DataError(f"encoding={encoding!r} has no effect on builtin, which is {UTF8}")
         name = f"builtin: standard library of Python {platform.python_version()}"
-        return BuiltinCorpus(name, _builtin_files(), policy or "skip", key, max_bytes)
+        return BuiltinCorpus(name, _builtin_files(), policy or "skip", form, max_bytes)
 
     if not path.is_file():
         raise DataError(f"{source}: no such file or folder; give one, or the word {BUILTIN}")
@@ -314,15 +324,18 @@ def open_corpus(
             f"{source}: file of unknown kind; wanted a name without a suffix (one text), or one "
             f"ending in {', '.join(KNOWN_SUFFIXES)}: rename it or convert it to JSONL"
         )
-    return Corpus(f"file {source}", [path], policy or "fail", key, max_bytes, encoding)
+    return Corpus(f"file {source}", [path], policy or "fail", form, max_bytes, encoding)
 
 
 def _folder_files(folder: Path, suffixes: Sequence[str] | None) -> tuple[list[Path], str]:
     """The files of a folder that are taken, and a line about these and the ones left out.
 
-    By default JSON lines and parquet, or else text: beside records, texts are rather about them
+    By default JSON lines and tables, or else text: beside records, texts are rather about them
     (README.md, LICENSE.txt). A .json is taken by request only, as most hold settings.
     """
+    saved = _saved_files(folder)
+    if saved is not None and not suffixes:  # maps may have left caches beside these
+        return saved, f"{_count_kinds(saved)}, as state.json of `datasets` lists them"
     files, num_hidden = _walk(folder, lambda name: name.startswith("."))
     if suffixes:
         wanted = tuple(suffix.lower() for suffix in suffixes)
@@ -349,6 +362,32 @@ def _folder_files(folder: Path, suffixes: Sequence[str] | None) -> tuple[list[Pa
             )
         )
     return taken, "; ".join(filter(None, (_count_kinds(taken), left_out, hidden)))
+
+
+def _saved_files(folder: Path) -> list[Path] | None:
+    """The files of a folder that `save_to_disk` of `datasets` made; None for any other folder.
+
+    Raises DataError for one with several splits, or with an order that is not in the files.
+    """
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.is_file():
+            names = json.loads(splits.read_bytes())["splits"]
+            raise DataError(
+                f"{folder}: holds the splits {', '.join(names)} of a data set; give one of them, "
+                f"such as {folder / names[0]}"
+            )
+        values = json.loads(state.read_bytes()) if state.is_file() else {}
+        if not isinstance(values, dict) or "_data_files" not in values:
+            return None
+        if values.get("_indices_data_files"):
+            raise DataError(
+                f"{folder}: was saved with an order of rows beside its files (_indices_data_files "
+                "of state.json); load it, call flatten_indices(), and save it again"
+            )
+        return [folder / entry["filename"] for entry in values["_data_files"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{folder}: {state.name} cannot be read: {error}") from error
 
 
 def _ends(path: Path, suffixes: tuple[str, ...]) -> bool:

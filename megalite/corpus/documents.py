@@ -1,6 +1,7 @@
 """Bytes checked as documents: each becomes text, or a fault with its place.
 
-A text file or a parquet row is one document, a JSONL line is one. Every byte is accounted for: a
+A text file or a row of a table is one document, a JSONL line is one. A `Form` says what of a record
+is the document: `TextForm` a string, chat.py a conversation. Every byte is accounted for: a
 document that is not given as text is given as a `Fault`. sources.py reads the files, corpus.py
 decides what to do about faults. Line ends inside a text are kept; blank lines between JSONL records
 hold no document, and a byte order mark before a record is passed over.
@@ -11,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic_core import from_json
 
@@ -43,6 +44,15 @@ FAULTS = {
     "empty": "a document must hold more than white space",
     EMPTY_FILE: "a file must hold more than white space; such files are left out and counted",
     "NUL": "text must not hold U+0000; this is usually binary data or UTF-16",
+    "not a conversation": "it must hold a list of messages, each with a role and a text "
+    "(--messages, --role-key, --content-key), or a prompt and a response",
+    "no assistant turn": "a conversation must hold a turn of the assistant, which is what is "
+    "trained (--roles renames)",
+    "special token": "text must not spell a special token of the tokenizer; --allow-special takes "
+    "it as that token",
+    "template": "the chat template must take the conversation",
+    "prefixes differ": "a template without generation tags must render a turn in the same way "
+    "whatever follows; give one with the tags (--chat-template)",
     "lone surrogate": "text must not hold half of a surrogate pair; it has no UTF-8 form",
 }
 # the first bytes of a file -> its kind, for a message
@@ -54,6 +64,8 @@ FIRST_BYTES = {
     b"%PDF-": "PDF",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
+    b"\xff\xff\xff\xff": "Arrow",
+    b"ARROW1": "Arrow",
 }
 BOM_DROPPED = "byte order mark dropped"
 CRLF = "CRLF line ends"
@@ -80,12 +92,76 @@ class Fault:
         return f"{self.name}; {self.detail}" if self.detail else self.name
 
 
+Spans = tuple[tuple[int, int], ...]
+
+
+class Content(NamedTuple):
+    """The text of a document, and its characters to train on (None: all); or "" and its fault."""
+
+    text: str
+    trained: Spans | None
+    fault: Fault | None
+
+
 class Document(NamedTuple):
-    """One document of a chunk: its number there, and its text, or an empty text and its fault."""
+    """One document of a chunk: its number there, and its content."""
 
     number: int
     text: str
+    trained: Spans | None
     fault: Fault | None
+
+
+class Form(Protocol):
+    """What of a record is the document. Forms can be pickled, for the workers."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The keys that a record must have."""
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """The keys that a record may have."""
+
+    def describe(self) -> Any:
+        """JSON values that differ if the same record may give another document."""
+
+    def of_bytes(self, content: bytes) -> Content:
+        """The document of a file, or of a row of a table as it was read for this form."""
+
+    def of_record(self, record: Mapping[str, Any]) -> Content:
+        """The document of a JSON object."""
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """The string under a key, or a whole file."""
+
+    key: str = "text"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        return ()
+
+    def describe(self) -> Any:
+        return self.key
+
+    def of_bytes(self, content: bytes) -> Content:
+        text, fault = _check_bytes(content)
+        return Content(text, None, fault)
+
+    def of_record(self, record: Mapping[str, Any]) -> Content:
+        if self.key not in record:
+            return Content("", None, missing_key(self.key))
+        value = record[self.key]
+        if not isinstance(value, str):
+            return Content("", None, Fault("null" if value is None else "not a string"))
+        text, fault = check_text(value)
+        return Content(text, None, fault)
 
 
 @dataclass(frozen=True)
@@ -136,11 +212,11 @@ class CorpusReport:
     noticed_first: dict[str, str] = field(default_factory=dict)  # the place of the first of each
     reached_max_bytes: bool = False
 
-    def skip(self, chunk: CorpusChunk, index: int, fault: Fault, key: str) -> None:
+    def skip(self, chunk: CorpusChunk, index: int, fault: Fault) -> None:
         """Count one document that is left out."""
         self.skipped[fault.name] += 1
         if len(self.places) < MAX_PLACES:
-            self.places.append(f"{chunk.place(index)}: {with_detail(chunk, index, fault, key)}")
+            self.places.append(f"{chunk.place(index)}: {with_detail(chunk, index, fault)}")
 
     def notice(self, chunk: CorpusChunk) -> None:
         """Count oddities of a chunk's lines for which no document is left out."""
@@ -196,18 +272,18 @@ def _describe_keys(key: str, present: Iterable[str]) -> str:
     return f"it has {', '.join(shown)}{more}{meant}"
 
 
-def with_detail(chunk: CorpusChunk, index: int, fault: Fault, key: str) -> Fault:
+def with_detail(chunk: CorpusChunk, index: int, fault: Fault) -> Fault:
     """The fault of a document with its detail for a message.
 
     The keys of a JSONL record are found by parsing it again: most faults are only counted.
     """
-    if chunk.kind == "lines" and fault == missing_key(key):
+    if chunk.kind == "lines" and fault.key is not None and not fault.detail:
         record, _ = _parse_json(chunk.payload.split(b"\n", index + 1)[index])
-        return missing_key(key, record)
+        return missing_key(fault.key, record)
     return fault
 
 
-def parse(chunk: CorpusChunk, key: str) -> Iterator[Document]:
+def parse(chunk: CorpusChunk, form: Form) -> Iterator[Document]:
     """The documents of a chunk in order; `chunk.place(number)` is the place of each.
 
     A text may begin with byte order marks.
@@ -215,15 +291,14 @@ def parse(chunk: CorpusChunk, key: str) -> Iterator[Document]:
     if chunk.kind == "lines":
         for index, line in enumerate(chunk.payload.split(b"\n")):
             if line and not line.isspace():
-                text, fault = _check_record(line, key)
-                yield Document(index, text, fault)
+                yield Document(index, *check_record(line, form))
         return
     start = 0
     for index, size in enumerate(chunk.sizes):
-        text, fault = "", chunk.faults.get(index)
-        if fault is None:
-            text, fault = _check_bytes(chunk.payload[start : start + size])
-        yield Document(index, text, fault)
+        content = Content("", None, chunk.faults.get(index))
+        if content.fault is None:
+            content = form.of_bytes(chunk.payload[start : start + size])
+        yield Document(index, *content)
         start += size
 
 
@@ -235,7 +310,7 @@ def _check_bytes(content: bytes) -> tuple[str, Fault | None]:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         return "", Fault("invalid UTF-8", detail=_describe_start(content))
-    text, fault = _check_text(text)
+    text, fault = check_text(text)
     if fault is not None and fault.kind == "NUL":
         return "", Fault("NUL", detail=_describe_start(content))
     return text, fault
@@ -251,7 +326,7 @@ def _describe_start(content: bytes) -> str:
     return f"its first bytes are those of {kind}" if kind else ""
 
 
-def _check_text(text: str) -> tuple[str, Fault | None]:
+def check_text(text: str) -> tuple[str, Fault | None]:
     """(text, fault) of a document's text."""
     if "\0" in text:
         return "", Fault("NUL")
@@ -266,23 +341,14 @@ def _check_text(text: str) -> tuple[str, Fault | None]:
     return text, None
 
 
-def _check_record(line: bytes, key: str) -> tuple[str, Fault | None]:
-    """(text, fault) of a JSONL line."""
+def check_record(line: bytes, form: Form) -> Content:
+    """The document of a JSONL line."""
     record, fault = _parse_json(line)
-    if fault is not None:
-        return "", fault
-    if len(line) > MAX_DOCUMENT_BYTES:
-        return "", Fault("too long")
-    if not isinstance(record, dict):
-        return "", Fault("not a JSON object")
-    if key not in record:
-        return "", missing_key(key)
-    value = record[key]
-    if value is None:
-        return "", Fault("null")
-    if not isinstance(value, str):
-        return "", Fault("not a string")
-    return _check_text(value)
+    if fault is None and len(line) > MAX_DOCUMENT_BYTES:
+        fault = Fault("too long")
+    if fault is None and not isinstance(record, dict):
+        fault = Fault("not a JSON object")
+    return form.of_record(record) if fault is None else Content("", None, fault)
 
 
 def _parse_json(line: bytes) -> tuple[Any, Fault | None]:

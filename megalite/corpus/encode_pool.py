@@ -52,7 +52,7 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, kept)
         self._to = cast(IO[bytes], self._process.stdin)
         self._from = cast(IO[bytes], self._process.stdout)
-        set_up = (encoder.tokenizer.files, encoder.key, encoder.policy)
+        set_up = (encoder.tokenizer.files, encoder.form, encoder.policy)
         self._unsent: tuple[Any, ...] = (set_up,)
 
     def encode(self, chunk: CorpusChunk, check_round_trips: bool) -> Encoded:
@@ -161,8 +161,8 @@ def _until_failure(
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer a `Worker` until its requests end: first what makes an encoder, then chunks."""
     with suppress(EOFError, pickle.UnpicklingError):
-        files, key, policy = pickle.load(requests)
-        encoder = Encoder(tokenizer_of(files), key, policy)
+        files, form, policy = pickle.load(requests)
+        encoder = Encoder(tokenizer_of(files), form, policy)
         while True:
             pickle.dump(encoder.encode(*pickle.load(requests)), answers)
             answers.flush()

@@ -1,9 +1,10 @@
 """Encoding one chunk of documents to token ids: the work of a worker.
 
 Each document is encoded whole, behind bos where the tokenizer adds it, and ended with one eos id.
-The result is a function of the chunk, the tokenizer, key and policy alone, so any number of workers
-gives the same files. The result includes counts of the documents left out; under policy fail the
-first bad document is its `failure`.
+A conversation is encoded with the special tokens that its template wrote, and nothing is added.
+The result is a function of the chunk, the tokenizer, form and policy alone, so any number of
+workers gives the same files. The result includes counts of the documents left out; under policy
+fail the first bad document is its `failure`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.corpus.corpus import Policy, accepted_texts
-from megalite.corpus.documents import CorpusChunk, CorpusReport
+from megalite.corpus.corpus import Policy, accepted_documents
+from megalite.corpus.documents import CorpusChunk, CorpusReport, Form, Spans
 from megalite.data.indexed import dtype_for_vocab
 from megalite.data.tokenizer import Tokenizer, first_change
 from megalite.errors import DataError
@@ -31,6 +32,7 @@ class Counts:
     corpus: CorpusReport = field(default_factory=CorpusReport)
     num_tokens: int = 0
     max_id: int = -1
+    trained_tokens: int = 0  # of conversations
     unknown_ids: int = 0
     unknown_bytes: int = 0  # of text, that the unknown ids stand for
     round_trips: int = 0  # documents that were decoded and compared
@@ -42,6 +44,7 @@ class Counts:
         self.corpus.add(later.corpus)
         self.max_id = max(self.max_id, later.max_id)
         self.num_tokens += later.num_tokens
+        self.trained_tokens += later.trained_tokens
         self.unknown_ids += later.unknown_ids
         self.unknown_bytes += later.unknown_bytes
         self.round_trips += later.round_trips
@@ -76,21 +79,23 @@ class Entry:
 class Encoded:
     """A chunk's documents as in the dataset's files: ids [tokens], lengths [documents] int32.
 
-    `failure`: the error message under policy fail; there are no ids then.
+    `mask`: a byte a token, of conversations. `failure`: the error message under policy fail; there
+    are no ids then.
     """
 
     entry: Entry
     ids: bytes
     lengths: bytes
+    mask: bytes = b""
     failure: str = ""
 
 
 class Encoder:
     """Encodes chunks with one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, key: str, policy: Policy) -> None:
+    def __init__(self, tokenizer: Tokenizer, form: Form, policy: Policy) -> None:
         self.tokenizer = tokenizer
-        self.key = key
+        self.form = form
         self.policy = policy
         self.dtype = dtype_for_vocab(tokenizer.vocab_size)
         self._end_id = tokenizer.eos_id
@@ -106,28 +111,73 @@ class Encoder:
         entry = Entry(chunk.digest())
         counts = entry.counts
         try:
-            texts = list(accepted_texts(chunk, counts.corpus, self.key, self.policy, max_bytes))
+            options = (self.form, self.policy, max_bytes)
+            documents = list(accepted_documents(chunk, counts.corpus, *options))
         except DataError as error:
-            return Encoded(entry, b"", b"", str(error))
+            return Encoded(entry, b"", b"", failure=str(error))
 
+        # The documents of a form are all conversations, or none is.
+        texts = [document.text for document in documents]
+        marked = [document.trained for document in documents if document.trained is not None]
+        if marked:
+            return self._encode_marked(entry, texts, marked, check_round_trips)
         rows = self.tokenizer.encode_batch(texts)
-        if check_round_trips:
+        self._check_round_trips(counts, rows, texts, check_round_trips)
+
+        # Each document takes more places than its ids: those of the prefix and of the end id.
+        more = len(self._prefix) + 1
+        lengths = np.fromiter((len(row) + more for row in rows), dtype="<i4", count=len(rows))
+        ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
+        self._count(counts, ids)
+        self._count_unknown(counts, ids, rows, texts)
+        return Encoded(entry, ids.astype(self.dtype).tobytes(), lengths.tobytes())
+
+    def _encode_marked(
+        self, entry: Entry, texts: list[str], marked: list[Spans], check_round_trips: bool
+    ) -> Encoded:
+        """Conversations: a token is trained on if one of its characters is."""
+        counts, unknown = entry.counts, self.tokenizer.unk_id
+        rows, masks = [], []
+        for text, spans in zip(texts, marked, strict=True):
+            row, places = self.tokenizer.encode_special(text)
+            mask = np.zeros(len(row), dtype=np.uint8)
+            for start, stop in spans:
+                mask[(places[:, 0] < stop) & (places[:, 1] > start)] = 1
+            for start, stop in places[row == unknown].tolist():
+                counts.unknown_bytes += len(text[start:stop].encode())
+            rows.append(row)
+            masks.append(mask)
+        self._check_round_trips(counts, rows, texts, check_round_trips, special=True)
+
+        lengths = np.fromiter(map(len, rows), dtype="<i4", count=len(rows))
+        ids, mask = np.concatenate(rows), np.concatenate(masks)
+        self._count(counts, ids)
+        counts.unknown_ids = int(np.count_nonzero(ids == unknown))
+        counts.trained_tokens = int(mask.sum())
+        content = ids.astype(self.dtype).tobytes()
+        return Encoded(entry, content, lengths.tobytes(), mask.tobytes())
+
+    def _check_round_trips(
+        self,
+        counts: Counts,
+        rows: list[NDArray[Any]],
+        texts: list[str],
+        asked: bool,
+        special: bool = False,
+    ) -> None:
+        """Decode the first documents, if that is asked for, and compare."""
+        if asked:
             for row, text in zip(rows[:MAX_ROUND_TRIPS], texts, strict=False):
-                decoded = self.tokenizer.decode(row)
+                decoded = self.tokenizer.decode(row, special)
                 counts.round_trips += 1
                 if decoded == text:
                     counts.round_trips_exact += 1
                 elif not counts.first_change:
                     counts.first_change = first_change(text, decoded)
 
-        # Each document takes more places than its ids: those of the prefix and of the end id.
-        more = len(self._prefix) + 1
-        lengths = np.fromiter((len(row) + more for row in rows), dtype="<i4", count=len(rows))
-        ids = self._joined(rows, int(lengths.sum(dtype=np.int64)))
+    def _count(self, counts: Counts, ids: NDArray[Any]) -> None:
         counts.num_tokens = len(ids)
         counts.max_id = int(ids.max()) if len(ids) else -1
-        self._count_unknown(counts, ids, rows, texts)
-        return Encoded(entry, ids.astype(self.dtype).tobytes(), lengths.tobytes())
 
     def _count_unknown(
         self, counts: Counts, ids: NDArray[Any], rows: list[NDArray[Any]], texts: list[str]

@@ -28,7 +28,9 @@ from megalite.corpus.publish import (
 )
 from megalite.data.fingerprint import checksum_files, fingerprint_files, sha256_file
 from megalite.data.indexed import IndexedDataset, file_of
+from megalite.data.loss_mask import SUFFIX, header
 from megalite.data.sidecar import (
+    MaskInfo,
     Sidecar,
     SourceInfo,
     TokenizerInfo,
@@ -58,7 +60,7 @@ def merge(out_prefix: str, prefixes: Sequence[str], overwrite: bool = False) -> 
         Path(out_prefix).parent.mkdir(parents=True, exist_ok=True)
         made = {
             suffix: file_of(out_prefix, suffix + temporary)
-            for suffix in (".bin", ".idx", ".lengths", ".documents", ".json", ".model")
+            for suffix in (".bin", ".idx", ".lengths", ".documents", ".json", ".model", SUFFIX)
         }
         try:
             _write(made, parts)
@@ -87,7 +89,7 @@ def _own_sidecar(part: IndexedDataset) -> Sidecar | None:
     """The sidecar of a dataset, None if it has none; DataError if it describes other content."""
     sidecar = read_sidecar(part)
     if sidecar is not None:
-        require_fingerprint(sidecar, part, fingerprint_files(part.bin_path, part.idx_path))
+        require_fingerprint(sidecar, part, fingerprint_files(*part.files))
         require_checksum(sidecar, part)
     return sidecar
 
@@ -96,6 +98,9 @@ def _check_fit(parts: list[IndexedDataset], sidecars: list[Sidecar | None]) -> N
     """Raise DataError unless one run could have made all the datasets."""
     names = [str(part.prefix) for part in parts]
     _require_one("dtype", names, [part.dtype.name for part in parts])
+
+    have_masks = [part.loss_mask is not None for part in parts]
+    _require_one("loss mask (PREFIX.mask) present", names, have_masks)
 
     # A dataset without sequences has no modes to show, and fits either way.
     filled = [part for part in parts if part.num_sequences]
@@ -107,6 +112,8 @@ def _check_fit(parts: list[IndexedDataset], sidecars: list[Sidecar | None]) -> N
     known = [side for side in sidecars if side is not None]
     _require_one("vocab_size", names, [side.vocab_size for side in known])
     _require_one("end id", names, [side.eos_id for side in known])
+    masks = [side.loss_mask for side in known if side.loss_mask is not None]
+    _require_one("chat template (sha256)", names, [mask.template_sha256 for mask in masks])
     _require_one("tokenizer (sha256)", names, [side.tokenizer.sha256 for side in known])
 
 
@@ -126,6 +133,15 @@ def _write(made: dict[str, Path], parts: list[IndexedDataset]) -> None:
         for part in parts:
             _copy(part, stream)
         sync(stream)
+    if parts[0].loss_mask is not None:
+        with made[SUFFIX].open("wb") as stream:
+            stream.write(header(sum(part.num_tokens for part in parts)))
+            for part in parts:
+                for at in range(0, part.num_tokens, BLOCK):
+                    assert part.loss_mask is not None
+                    stop = min(at + BLOCK, part.num_tokens)
+                    stream.write(part.loss_mask.read(at, stop).tobytes())
+            sync(stream)
     lengths = _spool(made[".lengths"], (part.lengths for part in parts), "<i4")
     documents = _spool(made[".documents"], _boundaries(parts), "<i8")
     modes = [part.modes for part in parts if part.modes is not None]
@@ -189,6 +205,7 @@ def _describe(
             )
             break
 
+    files = [made[suffix] for suffix in (".bin", ".idx", SUFFIX) if made[suffix].exists()]
     skipped = sum((Counter(side.source.skipped) for side in sidecars), Counter[str]())
     whole = Sidecar(
         vocab_size=first.vocab_size,
@@ -197,8 +214,8 @@ def _describe(
         num_tokens=sum(side.num_tokens for side in sidecars),
         num_documents=sum(side.num_documents for side in sidecars),
         dtype=first.dtype,
-        fingerprint=fingerprint_files(made[".bin"], made[".idx"]),
-        checksum=checksum_files(made[".bin"], made[".idx"]),
+        fingerprint=fingerprint_files(*files),
+        checksum=checksum_files(*files),
         tokenizer=info,
         source=SourceInfo(
             description="merge of " + " + ".join(side.source.description for side in sidecars),
@@ -207,8 +224,17 @@ def _describe(
             unknown_ids=_sum(side.source.unknown_ids for side in sidecars),
             unknown_bytes=_sum(side.source.unknown_bytes for side in sidecars),
         ),
+        loss_mask=_mask_of([side.loss_mask for side in sidecars if side.loss_mask is not None]),
     )
     write_synced(made[".json"], whole.to_bytes())
+
+
+def _mask_of(masks: list[MaskInfo]) -> MaskInfo | None:
+    """The mask of the whole; its parts have one template."""
+    if not masks:
+        return None
+    trained = sum(mask.trained_tokens for mask in masks)
+    return masks[0].model_copy(update={"trained_tokens": trained})
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:

@@ -1,5 +1,7 @@
 """Preparing an indexed dataset from text: PREFIX.bin, PREFIX.idx and PREFIX.json.
 
+Conversations also give PREFIX.mask, the tokens to train on.
+
 Each document is encoded whole and ended with one eos id. The tokenizer is a given file, or is
 trained on the same corpus first and then saved as PREFIX.model. Any number of workers makes the
 same files. Memory stays at a few chunks of text per worker, whatever the size of the corpus. A run
@@ -15,10 +17,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megalite.corpus.chat import ChatForm
 from megalite.corpus.corpus import Corpus
 from megalite.corpus.documents import CorpusChunk
 from megalite.corpus.encode_pool import EncodePool
@@ -34,7 +38,8 @@ from megalite.corpus.tokenizer_training import ModelType, TrainReport
 from megalite.corpus.unfinished import Chunks, Unfinished
 from megalite.data.fingerprint import checksum_files, fingerprint_files
 from megalite.data.indexed import dtype_for_vocab
-from megalite.data.sidecar import Sidecar, SourceInfo, TokenizerInfo
+from megalite.data.loss_mask import SUFFIX
+from megalite.data.sidecar import MaskInfo, Sidecar, SourceInfo, TokenizerInfo
 from megalite.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_of
 from megalite.data.tokenizer_files import model_files
 from megalite.errors import DataError
@@ -93,6 +98,10 @@ def prepare(
     is no dataset, but finished chunks may be kept.
     """
     _check_choice(tokenizer, vocab_size, model_type)
+    if isinstance(corpus.form, ChatForm) and tokenizer is None:
+        raise DataError(
+            "conversations need the special tokens of a tokenizer that exists; give --tokenizer"
+        )
     given = None if tokenizer is None else open_tokenizer(tokenizer)
     workers = num_cpus() if num_workers is None else num_workers
     _check_numbers(vocab_size, workers, max_unknown)
@@ -109,7 +118,7 @@ def prepare(
         trained_s = time.perf_counter()
 
         # The source is read again for encoding; it may have changed since the training.
-        encoder = Encoder(given, corpus.key, corpus.policy)
+        encoder = Encoder(given, corpus.form, corpus.policy)
         chunks = unfinished.chunks(_options(corpus, given))
         done = _encode(corpus, encoder, chunks, workers, on_progress)
         _check_corpus(corpus, done, trained, unfinished)
@@ -170,7 +179,7 @@ def _options(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
         "library": tokenizer.library,
         "tokenizer": tokenizer.files.sha256,
         "source": corpus.description,
-        "key": corpus.key,
+        "form": corpus.form.describe(),
         "max_bytes": corpus.max_bytes,
     }
 
@@ -283,9 +292,21 @@ def _publish(
     trained: Trained | None,
 ) -> Sidecar:
     """Make the dataset's files from the unfinished folder, rename them, and remove the folder."""
-    ids, lengths = chunks.seal()
+    ids, lengths, mask = chunks.seal(counts.num_tokens)
     index = unfinished.path("index")
     write_index(index, encoder.dtype, np.memmap(lengths, dtype="<i4", mode="r"))
+
+    form = corpus.form
+    files: list[Path] = [ids, index]
+    mask_info: MaskInfo | None = None
+    if isinstance(form, ChatForm):
+        files.append(mask)
+        mask_info = MaskInfo(
+            trained_tokens=counts.trained_tokens,
+            template=form.template_name,
+            template_sha256=form.template_sha256,
+            marked_by=form.marked_by,
+        )
 
     # A trained tokenizer lies beside the dataset, so the sidecar has its name without a folder.
     tokenizer = encoder.tokenizer
@@ -296,8 +317,8 @@ def _publish(
         num_tokens=counts.num_tokens,
         num_documents=counts.corpus.num_documents,
         dtype=encoder.dtype.name,
-        fingerprint=fingerprint_files(ids, index),
-        checksum=checksum_files(ids, index),
+        fingerprint=fingerprint_files(*files),
+        checksum=checksum_files(*files),
         tokenizer=TokenizerInfo(
             file=str(tokenizer.files.path if trained is None else tokenizer.files.path.name),
             sha256=tokenizer.files.sha256,
@@ -310,10 +331,11 @@ def _publish(
             unknown_ids=counts.unknown_ids,
             unknown_bytes=counts.unknown_bytes,
         ),
+        loss_mask=mask_info,
     )
 
     # Everything is on disk under other names before the first file gets its final one.
-    made = {".bin": ids}
+    made = {".bin": ids} if mask_info is None else {".bin": ids, SUFFIX: mask}
     extras = {".json": sidecar.to_bytes()}
     if trained is not None:
         extras[".model"] = tokenizer.files.content

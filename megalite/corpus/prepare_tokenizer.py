@@ -162,7 +162,7 @@ def _corpus_key(corpus: Corpus) -> list[Any]:
     return [
         library_version(),
         corpus.description,
-        corpus.key,
+        corpus.form.describe(),
         corpus.policy,
         corpus.max_bytes,
         corpus.encoding,

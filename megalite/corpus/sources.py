@@ -1,4 +1,4 @@
-"""Reading files as chunks of documents: text files, JSON lines (plain, gzip, zstandard), parquet.
+"""Reading files as chunks of documents: text files, JSON lines (plain, gzip, zstandard), tables.
 
 A file's name says what it is, in letters of either case; `require_kinds` holds that against its
 first bytes. A chunk holds about CHUNK_BYTES in whole documents, or one longer document; how a file
@@ -25,16 +25,16 @@ from megalite.corpus.documents import (
     MAX_PLACES,
     CorpusChunk,
     Fault,
+    Form,
     kind_by_first_bytes,
 )
-from megalite.corpus.parquet import read_parquet, require_pyarrow
+from megalite.corpus.tables import TABLE_SUFFIXES, read_table, require_pyarrow
 from megalite.errors import DataError
 
 CHUNK_BYTES = 1 << 20
 PACKED_SUFFIXES = {".gz": "gzip", ".zst": "zstandard"}
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")  # lines, too, but many hold one object
-PARQUET_SUFFIX = ".parquet"
 UTF8 = "utf-8"
 # The beginnings of JSON that is no object a line, and what makes lines of it.
 ONE_VALUE = {
@@ -49,7 +49,7 @@ class _Stream(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def read_files(files: Iterable[Path], key: str, encoding: str = UTF8) -> Iterator[CorpusChunk]:
+def read_files(files: Iterable[Path], form: Form, encoding: str = UTF8) -> Iterator[CorpusChunk]:
     """Chunks of all files in order; neighbouring text files share chunks. Suffixes decide kinds."""
     done_bytes = 0
     texts = TextChunks()
@@ -57,7 +57,7 @@ def read_files(files: Iterable[Path], key: str, encoding: str = UTF8) -> Iterato
         before_bytes, done_bytes = done_bytes, done_bytes + file_bytes(path)
         if holds_records(path):
             yield from texts.flush(before_bytes)
-            yield from _read_records(path, key, encoding, before_bytes)
+            yield from _read_records(path, form, encoding, before_bytes)
         else:
             content, fault = _read_text(path, encoding)
             yield from texts.add(str(path), content, done_bytes, fault)
@@ -65,8 +65,8 @@ def read_files(files: Iterable[Path], key: str, encoding: str = UTF8) -> Iterato
 
 
 def holds_records(path: Path) -> bool:
-    """True for JSON lines and parquet, by the name; any other file is one text."""
-    return path.name.lower().endswith((*LINES_SUFFIXES, *JSON_SUFFIXES, PARQUET_SUFFIX))
+    """True for JSON lines and tables, by the name; any other file is one text."""
+    return path.name.lower().endswith((*LINES_SUFFIXES, *JSON_SUFFIXES, *TABLE_SUFFIXES))
 
 
 def require_kinds(files: Iterable[Path], encoding: str) -> None:
@@ -91,7 +91,7 @@ def require_kinds(files: Iterable[Path], encoding: str) -> None:
 def _kind_problem(path: Path, encoding: str) -> str:
     """The way in which a file's first bytes are not those that its name promises, or ""."""
     suffix = path.suffix.lower()
-    named = "parquet" if suffix == PARQUET_SUFFIX else PACKED_SUFFIXES.get(suffix, "")
+    named = TABLE_SUFFIXES.get(suffix) or PACKED_SUFFIXES.get(suffix, "")
     try:
         with path.open("rb") as raw:
             start = raw.read(8)
@@ -100,7 +100,9 @@ def _kind_problem(path: Path, encoding: str) -> str:
                 begins = f"those of {found}" if found else "others"
                 return f"named as {named}, but its first bytes are {begins}; give it its right name"
             raw.seek(0)
-            head = b"" if named == "parquet" else _text_stream(path, raw, encoding).read(SNIFFED)
+            if suffix in TABLE_SUFFIXES:
+                return ""
+            head = _text_stream(path, raw, encoding).read(SNIFFED)
     except (OSError, EOFError, UnicodeError, zlib.error):
         return ""  # the reader raises it, with what follows from it
 
@@ -161,12 +163,14 @@ class TextChunks:
         self._bytes = 0
 
 
-def _read_records(path: Path, key: str, encoding: str, before_bytes: int) -> Iterator[CorpusChunk]:
-    """Chunks of a parquet or JSONL file; `before_bytes`: sizes of the files before it."""
+def _read_records(
+    path: Path, form: Form, encoding: str, before_bytes: int
+) -> Iterator[CorpusChunk]:
+    """Chunks of a table or a JSONL file; `before_bytes`: sizes of the files before it."""
     try:
-        if path.suffix.lower() == PARQUET_SUFFIX:
+        if path.suffix.lower() in TABLE_SUFFIXES:
             texts = TextChunks()
-            for place, content, fault, done_bytes in read_parquet(path, key):
+            for place, content, fault, done_bytes in read_table(path, form):
                 yield from texts.add(place, content, before_bytes + done_bytes, fault)
             yield from texts.flush(before_bytes + file_bytes(path))
         else:

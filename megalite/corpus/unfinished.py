@@ -1,11 +1,11 @@
 """`PREFIX.unfinished/`: the chunks that an unfinished `prepare` has done, for the next one.
 
-Ids and lengths are appended in order as chunks are done, with one line per chunk in a record: the
-chunk's digest, the counts, and a checksum of line, ids and lengths. A later run with the same
-tokenizer and options reads the source again and takes over chunks as long as digests and checksums
-agree; from the first that differs it encodes. So the result is that of one run without a break,
-however the source has changed meanwhile, and neither SIGKILL nor a power cut can damage it. Nothing
-here opens as a dataset.
+Ids, lengths and loss masks are appended in order as chunks are done, with one line per chunk in a
+record: the chunk's digest, the counts, and a checksum of line, ids, lengths and mask. A later run
+with the same tokenizer and options reads the source again and takes over chunks as long as digests
+and checksums agree; from the first that differs it encodes. So the result is that of one run
+without a break, however the source has changed meanwhile, and neither SIGKILL nor a power cut can
+damage it. Nothing here opens as a dataset.
 
 The work of an earlier run with other options stays until the first chunk of this one is done, so a
 mistaken command costs nothing. A folder that no later run can use is removed at the end.
@@ -27,6 +27,7 @@ from typing import IO, Any, TextIO
 from megalite.corpus.encoding import Encoded, Entry
 from megalite.corpus.publish import check_prefix, publish_files, sync, write_synced
 from megalite.data.indexed import file_of
+from megalite.data.loss_mask import HEADER, header
 from megalite.errors import DataError, cannot_write
 from megalite.process.locks import lock_file
 
@@ -158,7 +159,12 @@ class Chunks:
         self.replaces_others = new_options is not None and folder.holds_chunks()
         self._folder = folder
         self._new_options = new_options
-        self._sizes = {"ids": 0, "lengths": 0, "record": 0}  # bytes of these chunks, by file
+        self._sizes = {
+            "ids": 0,
+            "lengths": 0,
+            "mask": HEADER.size,
+            "record": 0,
+        }  # bytes of these chunks, by file
         self._appends = False
         self._streams = {} if new_options is not None else self._open()
         self._takes = new_options is None
@@ -188,9 +194,10 @@ class Chunks:
             entry = Entry.from_json(values["entry"])
             ids = self._streams["ids"].read(values["id_bytes"])
             lengths = self._streams["lengths"].read(values["length_bytes"])
+            mask = self._streams["mask"].read(values["mask_bytes"])
         except (ValueError, KeyError, TypeError):
             return None
-        return entry if stated == _checksum(line, ids, lengths) else None
+        return entry if stated == _checksum(line, ids, lengths, mask) else None
 
     def append(self, encoded: Encoded) -> None:
         """Add a chunk after those so far; chunks in the folder that were not taken are dropped."""
@@ -199,13 +206,15 @@ class Chunks:
             "entry": encoded.entry.to_json(),
             "id_bytes": len(encoded.ids),
             "length_bytes": len(encoded.lengths),
+            "mask_bytes": len(encoded.mask),
         }
         # The record comes last: a line in it claims that the ids and lengths are there.
         record = json.dumps(line).encode() + b"\n"
-        stated = _checksum(record, encoded.ids, encoded.lengths)
+        stated = _checksum(record, encoded.ids, encoded.lengths, encoded.mask)
         content = {
             "ids": encoded.ids,
             "lengths": encoded.lengths,
+            "mask": encoded.mask,
             "record": stated + b" " + record,
         }
         for name, part in content.items():
@@ -213,13 +222,16 @@ class Chunks:
             self._streams[name].flush()
         self.num_chunks += 1
 
-    def seal(self) -> tuple[Path, Path]:
-        """End the files after the last chunk, on disk; returns those of ids and of lengths."""
+    def seal(self, num_tokens: int) -> tuple[Path, Path, Path]:
+        """End the files after the last chunk, on disk; returns those of ids, lengths and mask."""
         self._begin_appending()
+        self._streams["mask"].seek(0)
+        self._streams["mask"].write(header(num_tokens))
         for stream in self._streams.values():
             sync(stream)
         self.close()
-        return self._folder.path("ids"), self._folder.path("lengths")
+        ids, lengths, mask = (self._folder.path(name) for name in ("ids", "lengths", "mask"))
+        return ids, lengths, mask
 
     def close(self) -> None:
         """Close the files."""
@@ -232,7 +244,12 @@ class Chunks:
         if self._appends:
             return
         if self._new_options is not None:
-            for name in ("record", "ids", "lengths"):  # the record, which claims the rest, first
+            for name in (
+                "record",
+                "ids",
+                "lengths",
+                "mask",
+            ):  # the record, which claims the rest, first
                 self._folder.path(name).unlink(missing_ok=True)
             self._folder.write_json("options.json", self._new_options)
             self._streams = self._open()
@@ -244,7 +261,11 @@ class Chunks:
     def _open(self) -> dict[str, IO[bytes]]:
         for name in self._sizes:
             self._folder.path(name).touch()
-        return {name: self._folder.path(name).open("r+b") for name in self._sizes}
+        streams: dict[str, IO[bytes]] = {
+            name: self._folder.path(name).open("r+b") for name in self._sizes
+        }
+        streams["mask"].seek(HEADER.size)  # which `seal` writes, as it states the number of tokens
+        return streams
 
 
 def _checksum(*parts: bytes) -> bytes:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.corpus import encode_pool, sources
-from megalite.corpus.documents import CorpusChunk
+from megalite.corpus.documents import CorpusChunk, TextForm
 from megalite.corpus.encode_pool import EncodePool, Worker
 from megalite.corpus.encoding import Encoder
 from megalite.corpus.prepare import PrepareReport
@@ -460,7 +460,7 @@ def test_nothing_is_taken_behind_a_chunk_that_differs(work: Path, tmp_path: Path
         assert chunks.take(digests[2], with_skipped=True) is None
         assert chunks.take(digests[1], with_skipped=True) is None
         assert chunks.num_chunks == 1
-        ids, _ = chunks.seal()
+        ids, _, _ = chunks.seal(0)
         assert ids.stat().st_size == 2 * first.counts.num_tokens
     assert run(work, tmp_path / "out").num_kept_documents == first.counts.corpus.num_documents
 
@@ -484,7 +484,7 @@ def test_a_killed_worker_is_an_error_that_names_the_place(
 
 
 def test_a_worker_leaves_signals_to_its_parent_from_its_first_moment(work: Path) -> None:
-    worker = Worker(Encoder(open_tokenizer(work / "t.model"), "text", "skip"))
+    worker = Worker(Encoder(open_tokenizer(work / "t.model"), TextForm("text"), "skip"))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(worker._process.pid, number)
     chunk = CorpusChunk("lines", b'{"text": "a"}\n', "f", 1)
@@ -496,7 +496,7 @@ def test_a_worker_leaves_signals_to_its_parent_from_its_first_moment(work: Path)
 
 def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded by what is under way, in chunks and in bytes."""
-    encoder = Encoder(open_tokenizer(work / "t.model"), "text", "skip")
+    encoder = Encoder(open_tokenizer(work / "t.model"), TextForm("text"), "skip")
     given_out = 0
 
     def chunks() -> Iterator[CorpusChunk]:
@@ -517,7 +517,7 @@ def test_only_a_few_chunks_are_read_ahead(work: Path, monkeypatch: pytest.Monkey
 
 def test_a_run_without_workers_leaves_no_process(work: Path) -> None:
     """Workers end with the run that started them, however that ended: their input ends."""
-    encoder = Encoder(open_tokenizer(work / "t.model"), "text", "skip")
+    encoder = Encoder(open_tokenizer(work / "t.model"), TextForm("text"), "skip")
     worker = Worker(encoder)
     worker._to.close()
     assert worker._process.wait(60) == 0

@@ -18,14 +18,18 @@ from megalite.cli.data.source import (
     Source,
     Suffix,
     left_out,
+    open_chats,
     open_source,
+    require_no_chat_options,
     unknown,
 )
 from megalite.cli.data.tokenizer import ModelTypeName, tokenizer, training
 from megalite.cli.options import Group, Verb, path
 
 if TYPE_CHECKING:
+    from megalite.corpus.documents import Form
     from megalite.corpus.prepare import PrepareReport
+    from megalite.data.sidecar import Sidecar
 
 _OTHER_OPTIONS = "restarted  what an interrupted run with other options had done was dropped"
 
@@ -60,6 +64,41 @@ def prepare(
         typer.Option(metavar="bpe|unigram", help="Kind of tokenizer to train (default: bpe)."),
     ] = None,
     key: Key = "text",
+    messages: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Key of conversations: a list of messages a record."),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Key of a prompt, whose answer is at --response."),
+    ] = None,
+    response: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Key of the response to a --prompt.")
+    ] = None,
+    role_key: Annotated[
+        str, typer.Option(metavar="NAME", help="Key of a message's role.")
+    ] = "role",
+    content_key: Annotated[
+        str, typer.Option(metavar="NAME", help="Key of a message's text.")
+    ] = "content",
+    roles: Annotated[
+        str,
+        typer.Option(metavar="MAP", help="Other names of roles, such as human=user,gpt=assistant."),
+    ] = "",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path,
+            help="Jinja template of conversations (default: the tokenizer's own).",
+        ),
+    ] = None,
+    allow_special: Annotated[
+        bool,
+        typer.Option(
+            "--allow-special", help="Text in messages may spell special tokens, and becomes them."
+        ),
+    ] = False,
     on_bad: OnBad = None,
     max_bytes: MaxBytes = None,
     suffix: Suffix = None,
@@ -85,7 +124,9 @@ def prepare(
 ) -> None:
     """Tokenise documents into PREFIX.bin and PREFIX.idx.
 
-    Each document ends with the end-of-document id. Interrupted, or stopped by a bad document, it
+    Each document ends with the end-of-document id. Conversations (--messages, or --prompt and
+    --response) are rendered by the chat template, and PREFIX.mask marks the assistant's turns, of
+    which alone the loss counts. Interrupted, or stopped by a bad document, it
     keeps what is done in PREFIX.unfinished, and the same command continues from there. Exit codes:
     0 made, 2 refused or failed, 75 interrupted.
     """
@@ -98,7 +139,13 @@ def prepare(
     if not overwrite:
         require_free(out)
 
-    corpus = open_source(source, key, on_bad, max_bytes, suffix, encoding)
+    if messages or prompt or response:
+        names = (messages, prompt, response, role_key, content_key, roles)
+        form: Form | str = open_chats(tokenizer, names, chat_template, allow_special, key)
+    else:
+        form = key
+        require_no_chat_options(role_key, content_key, roles, chat_template, allow_special)
+    corpus = open_source(source, form, on_bad, max_bytes, suffix, encoding)
 
     # The bar is inside: it must be gone before the message of an interruption is printed.
     with interruptible("dataset", EXIT_SAVED), ProgressBar() as bar:
@@ -122,6 +169,18 @@ app.command(cls=Verb)(inspect)
 app.command(cls=Verb)(merge)
 
 
+def trained(made: Sidecar) -> list[str]:
+    """A line about the tokens to train on, if a loss mask marks them."""
+    if made.loss_mask is None:
+        return []
+    mask, share = made.loss_mask, made.loss_mask.trained_tokens / max(made.num_tokens, 1)
+    tags = "its generation tags" if mask.marked_by == "generation" else "what each turn adds"
+    return [
+        f"trained    {mask.trained_tokens:,} tokens ({share:.1%}), found by {tags}",
+        f"template   {mask.template}",
+    ]
+
+
 def summary(report: PrepareReport) -> list[str]:
     """Lines about the dataset that was made, the documents left out, and the time it took."""
     made, counts = report.sidecar, report.counts
@@ -138,6 +197,7 @@ def summary(report: PrepareReport) -> list[str]:
     lines += [
         f"tokens     {made.num_tokens:,} ({made.dtype}, "
         f"{text_bytes / made.num_tokens:.2f} bytes a token)",
+        *trained(made),
         unknown(counts.unknown_ids, counts.unknown_bytes, text_bytes),
         f"round trip {counts.round_trips_exact} of the first {counts.round_trips} "
         "documents decode to their exact text",
@@ -154,5 +214,6 @@ def summary(report: PrepareReport) -> list[str]:
             f"continued  {report.num_kept_documents:,} documents of an interrupted run were kept"
         )
     model = " .model" if report.training is not None else ""
+    model += " .mask" if made.loss_mask is not None else ""
     lines.append(f"wrote      {report.prefix}.bin .idx .json{model}")
     return lines

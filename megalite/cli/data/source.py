@@ -10,8 +10,9 @@ import typer
 from megalite.cli.options import path
 
 if TYPE_CHECKING:
+    from megalite.corpus.chat import ChatForm
     from megalite.corpus.corpus import Corpus
-    from megalite.corpus.documents import CorpusReport
+    from megalite.corpus.documents import CorpusReport, Form
 
 
 class PolicyName(StrEnum):
@@ -26,8 +27,9 @@ Source = Annotated[
     typer.Argument(
         metavar="SOURCE",
         parser=path,
-        help="Folder of text, JSONL or parquet files, one such file (.jsonl, .jsonl.gz, "
-        ".jsonl.zst, .parquet, .txt, ...), or the word builtin: this Python's standard library.",
+        help="Folder of text, JSONL, parquet or Arrow files, one such file (.jsonl, .jsonl.gz, "
+        ".jsonl.zst, .parquet, .arrow, .txt, ...), or the word builtin: this Python's standard "
+        "library.",
     ),
 ]
 Out = Annotated[
@@ -40,7 +42,7 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace existing files of this name.")
 ]
 Key = Annotated[
-    str, typer.Option(metavar="NAME", help="JSONL key or parquet column that holds the text.")
+    str, typer.Option(metavar="NAME", help="JSONL key or table column that holds the text.")
 ]
 OnBad = Annotated[
     PolicyName | None,
@@ -71,7 +73,7 @@ Encoding = Annotated[
 
 def open_source(
     source: str,
-    key: str,
+    key: str | Form,
     on_bad: PolicyName | None,
     max_bytes: int | None,
     suffix: list[str] | None,
@@ -91,6 +93,46 @@ def open_source(
     if corpus.selection:
         typer.echo(f"files      {corpus.selection}")
     return corpus
+
+
+def open_chats(
+    tokenizer: str | None,
+    names: tuple[str | None, str | None, str | None, str, str, str],
+    chat_template: str | None,
+    allow_special: bool,
+    key: str,
+) -> ChatForm:
+    """The form of conversations of these options; `names` are those of ChatKeys, in its order."""
+    from megalite.corpus.chat import ChatKeys, chat_form
+    from megalite.data.tokenizer import open_tokenizer
+    from megalite.errors import DataError
+
+    messages, prompt, response, role, content, roles = names
+    pairs = [(old, new) for old, _, new in (e.partition("=") for e in roles.split(",") if e)]
+    if not all(old and new for old, new in pairs):
+        raise DataError(f"--roles {roles}: write human=user,gpt=assistant")
+    if tokenizer is None:
+        raise DataError(
+            "conversations need the special tokens of a tokenizer that exists; give --tokenizer"
+        )
+    if key != "text":
+        raise DataError(f"--key {key} is of texts; conversations have --messages, or --prompt")
+    made = ChatKeys(messages, prompt, response, role, content, dict(pairs))
+    return chat_form(open_tokenizer(tokenizer), made, chat_template, allow_special)
+
+
+def require_no_chat_options(
+    role_key: str, content_key: str, roles: str, chat_template: str | None, allow_special: bool
+) -> None:
+    """Raise DataError for an option of conversations where there are none."""
+    from megalite.errors import DataError
+
+    given = (role_key, content_key, roles, chat_template, allow_special)
+    if given != ("role", "content", "", None, False):
+        raise DataError(
+            "--role-key, --content-key, --roles, --chat-template and --allow-special are of "
+            "conversations; give --messages NAME, or --prompt NAME and --response NAME"
+        )
 
 
 def unknown(num_ids: int, num_bytes: int, text_bytes: int) -> str:

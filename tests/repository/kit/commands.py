@@ -15,6 +15,7 @@ from tests import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+FIXTURES = ROOT / "tests" / "fixtures" / "chats"
 SHORT = "train.steps=2 optimizer.warmup_steps=1 eval.interval=1 eval.batches=1"
 _SERIAL_PIPELINE = "parallel.pp=1 parallel.vpp=1 parallel.dp=1 pipeline.schedule=1f1b"
 _ALONE = f"{_SERIAL_PIPELINE} parallel.tp=1 parallel.sequence_parallel=false"
@@ -74,6 +75,14 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         {"my/books": f"{ROOT}/docs"},
         "",
     ),
+    "megalite data prepare my/chats.jsonl --out data/chats --tokenizer data/mine.model --messages "
+    "messages --chat-template my/chat.jinja": ({"my/": f"{FIXTURES}/"}, ""),
+    "megalite train quickstart --local --name chats data.path=data/chats "
+    "data.tokenizer=data/mine.model model.vocab_size=4096 data.packing=documents "
+    "data.document_masks=true checkpoint.load_weights=runs/mine": (
+        {"4096": "600"},
+        f"{SHORT} {_ALONE}",
+    ),
     'megalite generate runs/quickstart --prompt "import " --tokens 32 --temperature 0.8 --top-k 50 '
     "--seed 7": ({}, ""),
     "printf 'def \\nclass \\n' > prompts.txt": ({}, ""),
@@ -105,6 +114,12 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         "",
     ),
     "megalite data inspect data/stdlib": ({}, ""),
+    "megalite data prepare my/chats.jsonl --out data/chats --tokenizer my/model --messages "
+    "messages": (
+        {"my/chats": f"{FIXTURES}/chats", "my/model": "data/mine.model"},
+        f"--chat-template {FIXTURES}/chat.jinja --overwrite",
+    ),
+    "megalite data inspect data/chats --rendered": ({}, ""),
     # docs/gpu.md
     "python -m benchmarks.expected_layer": ({}, ""),
     # docs/cluster.md
