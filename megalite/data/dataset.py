@@ -33,6 +33,8 @@ from megalite.data.sidecar import Sidecar, read_sidecar, require_fingerprint
 from megalite.data.vocab import VocabCheck, check_vocab
 from megalite.errors import ConfigError, DataError
 
+MASK_BLOCK = 1 << 20  # tokens of a loss mask read at a time
+
 
 class TokenDataset:
     """A dataset opened for training: text tokens with document boundaries.
@@ -177,6 +179,18 @@ class TokenSpan:
         mask = self.data.indexed.loss_mask
         start = self.start + first
         return None if mask is None else mask.read(start, start + count)
+
+    def require_trained(self) -> None:
+        """Raise DataError if a loss mask leaves no token of the span to take a loss of."""
+        mask = self.data.indexed.loss_mask
+        blocks = range(self.start, self.stop, MASK_BLOCK)
+        if mask is not None and not any(
+            mask.read(start, min(start + MASK_BLOCK, self.stop)).any() for start in blocks
+        ):
+            raise DataError(
+                f"{mask.path}: {self.name}: of its {self.num_tokens} tokens none is trained on, so "
+                "there is no loss to evaluate; use a larger share, or other data"
+            )
 
     def boundaries(self, first: int, last: int) -> NDArray[np.int64]:
         """Positions in the span, first < position <= last, at which a document starts.

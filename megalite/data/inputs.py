@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megalite.config import RunConfig
 from megalite.config.inputs import Source
+from megalite.config.shares import SPLIT_NAMES
 from megalite.data.dataset import TokenDataset, TokenSpan
 from megalite.data.samples import Packing
 from megalite.data.sidecar import require_tokenizer
@@ -35,10 +36,17 @@ def packing_of(config: RunConfig) -> Packing:
 
 
 def split_source(dataset: TokenDataset, source: Source, config: RunConfig) -> dict[str, TokenSpan]:
-    """The spans of a source by part; DataError, with its name, for a part without a sample."""
+    """The spans of a source by part; DataError, with its name, for a part without a sample.
+
+    A part to evaluate needs a token that counts.
+    """
     try:
         at_documents = config.data.split_at == "document"
-        return dataset.split(config.data.split, packing_of(config), at_documents)
+        spans = dataset.split(config.data.split, packing_of(config), at_documents)
+        for name, span in spans.items():
+            if name != SPLIT_NAMES[0] and config.eval.interval:
+                span.require_trained()
+        return spans
     except DataError as error:
         if not config.data.sources:
             raise
@@ -46,5 +54,7 @@ def split_source(dataset: TokenDataset, source: Source, config: RunConfig) -> di
 
 
 def whole_set(dataset: TokenDataset, name: str) -> TokenSpan:
-    """The span of an evaluation set."""
-    return dataset.span(f"eval set {name}")
+    """The span of an evaluation set; DataError if a loss mask leaves nothing of it."""
+    span = dataset.span(f"eval set {name}")
+    span.require_trained()
+    return span

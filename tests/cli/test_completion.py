@@ -90,7 +90,7 @@ def bash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bash]:
     [
         # Settings: no space behind "=", whether they have a few values, a default or neither.
         ("megalite train q optimizer.lr_s", "megalite train q optimizer.lr_schedule="),
-        ("megalite train q data.spl", "megalite train q data.split="),
+        ("megalite train q data.docu", "megalite train q data.document_masks="),
         ("megalite train q name=a train.global_b", "megalite train q name=a train.global_batch="),
         # Values: bash takes what is behind "=" for a word.
         (
@@ -158,7 +158,7 @@ def completed(line: str) -> list[str]:
             ["train.global_batch=", "train.global_batch=VALUE"],
         ),
         ("megalite train c.toml train.global_batch=", []),
-        ("megalite train c.toml data.pa", ["data.path=", "data.path=none"]),
+        ("megalite train c.toml data.pat", ["data.path=", "data.path=none"]),
         ("megalite train c.toml train.deterministic=t", ["train.deterministic=true"]),
         ("megalite train c.toml --lr 3 train.ste", []),  # an unknown option: no error, either
         ("megalite plan c.toml optimizer.lr_schedule=w", ["optimizer.lr_schedule=wsd"]),

@@ -281,3 +281,22 @@ def test_batches_begin_again_at_a_sample(folder: Path) -> None:
     web = SampleOrder(30, source_seed(config.train.seed, 1)).at(5, 2)
     code = SampleOrder(11, source_seed(config.train.seed, 0)).at(6, 2) + 30
     assert sorted(ids) == sorted([*web.tolist(), *code.tolist()])
+
+
+def test_weights_by_size_begin_anew_where_a_size_has_changed(folder: Path) -> None:
+    def position(old: RunConfig, new: RunConfig, web: str) -> BlendPosition:
+        found = {name: {"fingerprint": name} for name in ("web", "code")}
+        before = {
+            name: {"shuffle": number, "fingerprint": name, "before": 0, "taken": 5}
+            for number, name in enumerate(found)
+        }
+        saved = {"data": found, "blend": {"first_sample": 0, "sources": before}}
+        now = {**found, "web": {"fingerprint": web}}
+        return resumed_position(saved, old, new, now, 10)[0]
+
+    given = blended(folder, "given", {"web": 1, "code": 1})
+    by_size = blended(folder, "size", {"web": 1, "code": 1}, data__weights="size")
+    assert position(by_size, by_size, "web").first_sample == 0
+    assert position(given, given, "other").first_sample == 0
+    assert position(by_size, by_size, "other").first_sample == 10
+    assert position(given, by_size, "web").first_sample == 10

@@ -14,7 +14,7 @@ from megalite.corpus.indexed_writer import IndexedWriter
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset
 from megalite.data.samples import Packing
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, DataError
 from megalite.train.batch import Upload
 from megalite.train.run_data import open_data
 from tests.pool import RankPool
@@ -116,6 +116,20 @@ def test_a_run_reports_how_documents_were_packed(pool: RankPool, folder: Path) -
     log = (config.folder / "log.txt").read_text()
     assert "data data: whole documents fill " in log
     assert "documents of more than 17 tokens are left out, with " in log
+
+
+def test_evaluation_data_without_a_trained_token_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "data", 20)
+    write_chats(tmp_path / "untrained", trained=0.0)
+    sets = [{"name": "chats", "path": str(tmp_path / "untrained")}]
+    packed = {k: v for k, v in CHATS.items() if k.startswith("data")}
+    config = make_config(tmp_path, "a", **packed, eval__sets=sets, eval__interval=1)
+    with pytest.raises(DataError, match=r"eval set chats: of its .* tokens none is trained on"):
+        open_data(config)
+    changes = {"data__path": str(tmp_path / "untrained"), "data__split": (0.5, 0.5)}
+    split = make_config(tmp_path, "b", **packed, **changes, eval__interval=1)
+    with pytest.raises(DataError, match=r"validation: of its .* tokens none is trained on"):
+        open_data(split)
 
 
 def test_weights_by_size_take_each_sample_alike(tmp_path: Path) -> None:
