@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic_core import from_json
 
+from megalite.data.chat_template import Spans
+
 # The largest file, line or row. Encoding a document takes up to ENCODING_FACTOR times its size, all
 # but a few times of it in sentencepiece (30 to 57 times, by tokenizer and text), which takes a text
 # whole: cut in two it may have other ids. So a document takes at most 4 GiB.
@@ -90,9 +92,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.name}; {self.detail}" if self.detail else self.name
-
-
-Spans = tuple[tuple[int, int], ...]
 
 
 class Content(NamedTuple):

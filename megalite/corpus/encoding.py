@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.corpus.corpus import Policy, accepted_documents
-from megalite.corpus.documents import CorpusChunk, CorpusReport, Form, Spans
+from megalite.corpus.documents import CorpusChunk, CorpusReport, Form
+from megalite.data.chat_template import Spans
 from megalite.data.indexed import dtype_for_vocab
 from megalite.data.tokenizer import Tokenizer, first_change
 from megalite.errors import DataError

@@ -303,8 +303,8 @@ def _publish(
         files.append(mask)
         mask_info = MaskInfo(
             trained_tokens=counts.trained_tokens,
-            template=form.template_name,
-            template_sha256=form.template_sha256,
+            template=form.template.name,
+            template_sha256=form.template.sha256,
             marked_by=form.marked_by,
         )
 

@@ -16,10 +16,10 @@ import torch
 
 from megalite.checkpoint.find import find_checkpoint
 from megalite.config import RunConfig
+from megalite.data.chat_template import ChatTemplate, Message
 from megalite.data.tokenizer import Tokenizer, first_change
 from megalite.distributed.agree import Ranks
 from megalite.distributed.mesh import Mesh
-from megalite.generate.chat import ChatTemplate, Message
 from megalite.generate.generate import Text, generate, load_model
 from megalite.generate.pieces import Pieces
 from megalite.generate.sampling import Sampling
@@ -63,7 +63,7 @@ def write_texts(mesh: Mesh, request: Request) -> None:
     checkpoint = find_checkpoint(request.source, Ranks(mesh.world), step=request.step)
     model, config = load_model(checkpoint, mesh, request.weights)
     tokenizer = run_tokenizer(checkpoint, config, request.tokenizer)
-    template = ChatTemplate(tokenizer, request.template) if request.chat else None
+    template = ChatTemplate.of(tokenizer, request.template) if request.chat else None
     prompts = [_ids_of(each, tokenizer, template) for each in request.prompts]
     for prompt, ids in zip(request.prompts, prompts, strict=True):
         if isinstance(prompt, str) and template is None and mesh.rank == 0:
@@ -101,7 +101,7 @@ def _ids_of(
         assert isinstance(prompt, str), "messages need a template"
         return [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    ids, _ = tokenizer.encode_special(template.render(chat))
+    ids, _ = tokenizer.encode_special(template.prompt(chat))
     return [int(number) for number in ids]
 
 

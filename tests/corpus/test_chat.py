@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from megalite.cli.main import app
-from megalite.corpus.chat import ChatForm, ChatKeys, chat_form
+from megalite.corpus.chat import ChatForm, ChatKeys
 from megalite.corpus.merge import merge
+from megalite.data.chat_template import ChatTemplate
 from megalite.data.dataset import TokenDataset
 from megalite.data.inspection import inspect_dataset
 from megalite.data.tokenizer import Tokenizer, open_tokenizer
@@ -54,6 +55,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         name: write_folder(path / name, made, template)
         for name, template in {"tagged": TAGGED, "plain": PLAIN}.items()
     }
+
+
+def chat_form(
+    tokenizer: Tokenizer, keys: ChatKeys, template: Path | None = None, allow_special: bool = False
+) -> ChatForm:
+    chosen = ChatTemplate.of(tokenizer, template)
+    return ChatForm(keys, chosen, tuple(tokenizer.special_texts), allow_special)
 
 
 def form_of(folder: Path, **options: Any) -> ChatForm:
@@ -127,7 +135,7 @@ def test_a_template_that_renders_turns_anew_is_refused(folders: dict[str, Path],
         "{% for m in messages %}{{ m['role'] }}: "
         "{{ m['content'] if loop.last else m['content'] | upper }}\n{% endfor %}"
     )
-    form = form_of(folders["plain"], template=str(tmp_path / "t.jinja"))
+    form = form_of(folders["plain"], template=tmp_path / "t.jinja")
     _, _, fault = form.of_record({"messages": CHATS[0]})
     assert str(fault) == ("prefixes differ; turn 2 is rendered in another way where others follow")
     text, spans, fault = form.of_record({"messages": CHATS[0][2:3]})
@@ -232,7 +240,7 @@ def test_templates_cannot_leave_the_sandbox(folders: dict[str, Path], tmp_path: 
         "{{ cycler.__init__.__globals__ }}",
     ):
         (tmp_path / "t.jinja").write_text(source)
-        form = form_of(folders["plain"], template=str(tmp_path / "t.jinja"))
+        form = form_of(folders["plain"], template=tmp_path / "t.jinja")
         _, _, fault = form.of_record({"messages": CHATS[0]})
         assert fault is not None
         assert fault.kind == "template"
@@ -240,10 +248,10 @@ def test_templates_cannot_leave_the_sandbox(folders: dict[str, Path], tmp_path: 
 
 def test_templates_that_are_none_are_refused(folders: dict[str, Path], tmp_path: Path):
     (tmp_path / "t.jinja").write_text("{% for %}")
-    with pytest.raises(DataError, match="not a jinja template"):
-        form_of(folders["plain"], template=str(tmp_path / "t.jinja"))
+    with pytest.raises(DataError, match="no template of jinja2"):
+        form_of(folders["plain"], template=tmp_path / "t.jinja")
     with pytest.raises(DataError, match="cannot be read"):
-        form_of(folders["plain"], template=str(tmp_path / "none.jinja"))
+        form_of(folders["plain"], template=tmp_path / "none.jinja")
     bare = write_folder(tmp_path / "bare")
     with pytest.raises(DataError, match="has no chat template"):
         form_of(bare)
@@ -261,7 +269,7 @@ def test_a_tokenizer_of_megalite_takes_conversations_with_a_template(tmp_path: P
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    form = chat_form(tokenizer, ChatKeys(messages="messages"), str(tmp_path / "t.jinja"))
+    form = chat_form(tokenizer, ChatKeys(messages="messages"), tmp_path / "t.jinja")
     source = write_lines(tmp_path / "c.jsonl", [{"messages": CHATS[0]}])
     prepare(source, str(tmp_path / "out"), key=form, tokenizer=str(tmp_path / "sp.model"))
     ((ids, mask),) = rows(str(tmp_path / "out"))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megalite.data.chat_template import ChatTemplate
 from megalite.data.tokenizer import open_tokenizer
 from megalite.errors import DataError
-from megalite.generate.chat import ChatTemplate
 from megalite.generate.generate import Text, generate
 from megalite.generate.sampling import Sampling
 from tests import ROOT
@@ -80,9 +80,8 @@ def test_a_template_is_rendered_as_transformers_does(name, tmp_path: Path) -> No
         add_generation_prompt=True,
         bos_token="<s>",
     )
-    assert (
-        ChatTemplate(TOKENIZER, tmp_path / "tokenizer_config.json").render(CHAT) == rendered[0][0]
-    )
+    template = ChatTemplate.of(TOKENIZER, tmp_path / "tokenizer_config.json")
+    assert template.prompt(CHAT) == rendered[0][0]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_what_a_template_may_not_do_is_refused(template, reason, tmp_path: Path)
     file = tmp_path / "chat.jinja"
     file.write_text(template)
     with pytest.raises(DataError, match=r"--chat-template=.*chat\.jinja: ") as caught:
-        ChatTemplate(TOKENIZER, file).render(CHAT)
+        ChatTemplate.of(TOKENIZER, file).prompt(CHAT)
     assert reason in str(caught.value)
 
 
@@ -113,4 +112,4 @@ def test_what_a_template_may_not_do_is_refused(template, reason, tmp_path: Path)
 def test_a_file_without_a_template_is_refused(name, content, reason, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=reason):
-        ChatTemplate(TOKENIZER, tmp_path / name)
+        ChatTemplate.of(TOKENIZER, tmp_path / name)

@@ -126,7 +126,8 @@ def test_evaluation_data_without_a_trained_token_is_refused(tmp_path: Path) -> N
     config = make_config(tmp_path, "a", **packed, eval__sets=sets, eval__interval=1)
     with pytest.raises(DataError, match=r"eval set chats: of its .* tokens none is trained on"):
         open_data(config)
-    changes = {"data__path": str(tmp_path / "untrained"), "data__split": (0.5, 0.5)}
+    changes: dict[str, Any] = {"data__path": str(tmp_path / "untrained")}
+    changes["data__split"] = (0.5, 0.5)
     split = make_config(tmp_path, "b", **packed, **changes, eval__interval=1)
     with pytest.raises(DataError, match=r"validation: of its .* tokens none is trained on"):
         open_data(split)

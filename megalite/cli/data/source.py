@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -103,7 +104,8 @@ def open_chats(
     key: str,
 ) -> ChatForm:
     """The form of conversations of these options; `names` are those of ChatKeys, in its order."""
-    from megalite.corpus.chat import ChatKeys, chat_form
+    from megalite.corpus.chat import ChatForm, ChatKeys
+    from megalite.data.chat_template import ChatTemplate
     from megalite.data.tokenizer import open_tokenizer
     from megalite.errors import DataError
 
@@ -118,7 +120,9 @@ def open_chats(
     if key != "text":
         raise DataError(f"--key {key} is of texts; conversations have --messages, or --prompt")
     made = ChatKeys(messages, prompt, response, role, content, dict(pairs))
-    return chat_form(open_tokenizer(tokenizer), made, chat_template, allow_special)
+    opened = open_tokenizer(tokenizer)
+    template = ChatTemplate.of(opened, None if chat_template is None else Path(chat_template))
+    return ChatForm(made, template, tuple(opened.special_texts), allow_special)
 
 
 def require_no_chat_options(
