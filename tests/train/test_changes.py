@@ -193,6 +193,12 @@ NO_WARMUP = {"optimizer.warmup_steps": 0}
 ALL_ADAMW = [{"match": "*", "algorithm": "adamw"}]
 
 # Each setting that may be accepted: what else the two runs have, and two values of it.
+PACKED = {"data.packing": "documents", "data.document_masks": True}
+LEARNED = {
+    "model.positions": "learned",
+    "model.max_positions": 16,
+    "data.document_masks": True,
+}
 PAIRS: list[tuple[str, dict[str, Any], Any, Any]] = [
     *((f"model.{kind}_dropout", {}, 0.0, 0.1) for kind in ("embedding", "attention", "residual")),
     ("optimizer.lr", {}, 1e-2, 5e-3),
@@ -227,6 +233,10 @@ PAIRS: list[tuple[str, dict[str, Any], Any, Any]] = [
     ("optimizer.clip_grad", {}, 1.0, None),
     ("data.document_masks", {}, False, True),
     ("data.split", {}, (1.0, 0.0), (0.9, 0.1)),
+    ("data.split_at", {}, "token", "document"),
+    ("data.long_documents", PACKED, "truncate", "drop"),
+    ("data.eod_mask_loss", {}, False, True),
+    ("data.reset_positions", LEARNED, False, True),
     ("train.steps", {}, 6, 5),
     ("train.tokens", {"train.steps": 0}, 384, 320),
     ("train.global_batch", {}, 4, 2),
@@ -243,8 +253,8 @@ PAIRS: list[tuple[str, dict[str, Any], Any, Any]] = [
 
 def test_the_pairs_are_all_settings_that_may_be_accepted() -> None:
     listed = {name for name in keys() if may_change(name) == "accept"}
-    # Sources are in test_blend_position.py, and TF32 has no effect on a CPU.
-    assert {name for name, *_ in PAIRS} == listed - {"data.sources", "train.tf32"}
+    # Blends are in test_blend_position.py, and TF32 has no effect on a CPU.
+    assert {name for name, *_ in PAIRS} == listed - {"data.sources", "data.weights", "train.tf32"}
 
 
 def changed_both_ways(
