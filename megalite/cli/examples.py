@@ -23,6 +23,8 @@ EXAMPLES = {
         "megalite data prepare builtin --out data/stdlib --vocab-size 512 --max-bytes 8000000",
         "megalite data prepare texts/ --out data/mine --tokenizer data/stdlib.model --workers 8",
         "megalite data prepare web.jsonl.gz --out data/web --key content --vocab-size 4096",
+        "megalite data prepare chats.jsonl --out data/chats --tokenizer my/model "
+        "--messages messages",
     ),
     "data tokenizer": (
         "megalite data tokenizer texts/ --out data/mine.model --vocab-size 4096",
@@ -31,7 +33,7 @@ EXAMPLES = {
     ),
     "data inspect": (
         "megalite data inspect data/stdlib",
-        "megalite data inspect data/stdlib --documents 1 --tokens 200",
+        "megalite data inspect data/stdlib --documents 1 --tokens 200 --rendered",
     ),
     "data merge": (
         "megalite data merge data/first data/second --out data/both",
