@@ -613,7 +613,7 @@ def test_an_unknown_option_beside_settings_is_named_with_those_there_are(run_fil
          "--help"),
         ("info -j a", "-j is no option; options are --quick, --json, --help"),
         ("data inspect --token 3 a", "--token is no option; did you mean --tokens? options are "
-         "--tokenizer, --documents, --tokens, --json, --help"),
+         "--tokenizer, --documents, --tokens, --rendered, --json, --help"),
         ("--verbose", "--verbose is no option; did you mean --version? options are --version, "
          "--install-completion, --show-completion, --help"),
         ("data --help-me", "--help-me is no option; did you mean --help? options are --help"),
