@@ -137,7 +137,7 @@ def test_wandb_offline_has_the_steps_of_both_attempts(
     monkeypatch.setenv("HF_TOKEN", "hf_" + KEY)
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     warnings: list[str] = []
-    run = config(wandb={"project": "p", "mode": "offline"})
+    run = config(wandb={"project": "p", "mode": "offline", "timeout_s": 300})
     write_two_attempts(tmp_path / "run", run, warnings.append)
     assert warnings == []
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
