@@ -13,7 +13,7 @@ import torch
 
 from megalite.checkpoint.find import Checkpoint
 from megalite.checkpoint.manifest import TensorEntry
-from megalite.checkpoint.pieces import NamedPiece
+from megalite.checkpoint.pieces import BoxPiece, NamedPiece
 from megalite.checkpoint.shard_file import DTYPES, ShardRead, dtype_name, read_shard
 from megalite.distributed.agree import ALONE, Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError
@@ -22,12 +22,13 @@ from megalite.layout.rectangles import Rectangle, intersect, split
 _MAX_NAMED = 5  # tensors in one message
 _MEAN_ELEMENTS = 1 << 22  # of a table, in memory at a time
 
+Piece = NamedPiece | BoxPiece
 Plan = dict[str, list[ShardRead]]
 
 
 def load(
     checkpoint: Checkpoint,
-    pieces: Sequence[NamedPiece],
+    pieces: Sequence[Piece],
     ranks: Ranks = ALONE,
     *,
     whole_kinds: Collection[str] | None = None,
@@ -65,7 +66,7 @@ def load(
 
 
 def plan_reads(
-    checkpoint: Checkpoint, pieces: Sequence[NamedPiece], vocab_size: int | None = None
+    checkpoint: Checkpoint, pieces: Sequence[Piece], vocab_size: int | None = None
 ) -> Plan:
     """The reads, by file name, that fill the pieces with what is stored of them."""
     plan: Plan = {}
@@ -100,14 +101,14 @@ def read_all(checkpoint: Checkpoint, plan: Plan) -> None:
         read_shard(checkpoint.path / name, reads)
 
 
-def _stored_rows(entry: TensorEntry, piece: NamedPiece, vocab_size: int | None) -> int | None:
+def _stored_rows(entry: TensorEntry, piece: Piece, vocab_size: int | None) -> int | None:
     """The true rows that a vocabulary's table is stored with; None for other tensors."""
     if vocab_size is None or piece.num_true_rows is None:
         return None
     return min(entry.shape[0], vocab_size)
 
 
-def _check(checkpoint: Checkpoint, piece: NamedPiece, vocab_size: int | None) -> None:
+def _check(checkpoint: Checkpoint, piece: Piece, vocab_size: int | None) -> None:
     entry = checkpoint.manifest.tensors.get(piece.name)
     if entry is None:
         raise CheckpointError(
@@ -151,7 +152,7 @@ def _refuse_unused(
         )
 
 
-def _fill_rows(checkpoint: Checkpoint, piece: NamedPiece, vocab_size: int) -> None:
+def _fill_rows(checkpoint: Checkpoint, piece: Piece, vocab_size: int) -> None:
     """Fill the rows of a vocabulary's table that are not stored."""
     entry = checkpoint.manifest.tensors[piece.name]
     rows = _stored_rows(entry, piece, vocab_size)

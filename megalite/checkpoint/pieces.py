@@ -92,3 +92,18 @@ class NamedPiece:
             found.append((box, flat.narrow(0, first, box.volume).view(box.sizes)))
             first += box.volume
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class BoxPiece:
+    """A box of a named global tensor, and the view that loading fills with it."""
+
+    name: str
+    shape: tuple[int, ...]  # of the global tensor
+    box: Rectangle
+    data: torch.Tensor
+    num_true_rows: int | None = None
+
+    def rectangles(self) -> list[tuple[Rectangle, torch.Tensor]]:
+        """The box, and its view."""
+        return [(self.box, self.data)]

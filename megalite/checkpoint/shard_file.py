@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,31 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+Entry = tuple[str, torch.dtype, tuple[int, ...]]  # key, type and shape of a tensor
+
+
 def write_shard(disk: Disk, path: Path, parts: dict[str, torch.Tensor]) -> FileEntry:
     """Write and sync tensors (contiguous, any device) under their keys. Raises OSError."""
     # Widest elements first: every tensor then starts at a multiple of its element size.
-    ordered = sorted(parts.items(), key=lambda part: -part[1].element_size())
+    ordered = dict(sorted(parts.items(), key=lambda part: -part[1].element_size()))
+    entries = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in ordered.items()]
+    return write_stream(disk, path, entries, ordered.values())
+
+
+def write_stream(
+    disk: Disk,
+    path: Path,
+    entries: Sequence[Entry],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Write and sync tensors that are made one after the other, as `entries` announces them.
+
+    Wider types come first. metadata: texts for the file's header. Raises OSError.
+    """
     digest, size_bytes = hashlib.sha256(), 0
     with disk.create(path) as file:
-        for data in _file_chunks(ordered):
+        for data in _file_chunks(entries, tensors, metadata):
             disk.write(file, data)
             digest.update(data)
             size_bytes += len(data)
@@ -53,29 +71,33 @@ def write_shard(disk: Disk, path: Path, parts: dict[str, torch.Tensor]) -> FileE
     return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
 
 
-def _file_chunks(parts: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+def _file_chunks(
+    entries: Sequence[Entry],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None,
+) -> Iterator[bytes | memoryview]:
     """The file's content, one chunk at a time; a device tensor is copied to the host by chunks."""
-    yield _header(parts)
-    for _, tensor in parts:
+    yield _header(entries, metadata)
+    for tensor in tensors:
         flat = tensor.reshape(-1).view(torch.uint8)
         for first in range(0, flat.numel(), _CHUNK_BYTES):
             chunk = flat.narrow(0, first, min(_CHUNK_BYTES, flat.numel() - first))
             yield chunk.cpu().numpy().data
 
 
-def _header(parts: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str] | None) -> bytes:
     """The header by the safetensors format: its length, uint64, then JSON padded to 8 bytes."""
-    entries: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     position = 0
-    for key, tensor in parts:
-        stop = position + tensor.numel() * tensor.element_size()
-        entries[key] = {
-            "dtype": DTYPES[dtype_name(tensor.dtype)][1],
-            "shape": list(tensor.shape),
+    for key, dtype, shape in entries:
+        stop = position + math.prod(shape) * dtype.itemsize
+        header[key] = {
+            "dtype": DTYPES[dtype_name(dtype)][1],
+            "shape": list(shape),
             "data_offsets": [position, stop],
         }
         position = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(math.ceil(len(text) / 8) * 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -39,6 +39,21 @@ EXAMPLES = {
         "megalite data merge data/first data/second --out data/both",
         "megalite data merge data/first data/second --out data/both --overwrite",
     ),
+    "hf": (
+        "megalite hf import models/llama data/llama",
+        "megalite hf export runs/quickstart models/quickstart",
+    ),
+    "hf import": (
+        "megalite hf import models/llama data/llama",
+        "megalite hf import models/llama data/llama --check",
+        "megalite hf import models/llama data/llama --ignore extra_key",
+    ),
+    "hf export": (
+        "megalite hf export runs/quickstart models/quickstart",
+        "megalite hf export runs/quickstart models/half --dtype bfloat16 --check",
+        "megalite hf export runs/quickstart models/core --names megatron-core",
+        "torchrun --nproc-per-node=8 --no-python megalite hf export runs/big models/big",
+    ),
     "configs": ("megalite configs", "megalite configs quickstart"),
     "plan": (
         "megalite plan quickstart",

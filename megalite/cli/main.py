@@ -20,6 +20,7 @@ from megalite.cli.configs import configs
 from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
 from megalite.cli.generate import generate
+from megalite.cli.hf import app as hf_app
 from megalite.cli.info import info
 from megalite.cli.options import (
     ConfigFile,
@@ -50,6 +51,7 @@ _VERBS = (
     "plan",
     "report",
     "generate",
+    "hf",
     "info",
     "schedule",
     "doctor",
@@ -107,6 +109,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(hf_app, name="hf")
 
 
 def _print_version(asked: bool) -> None:

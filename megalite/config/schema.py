@@ -531,7 +531,7 @@ class CheckpointConfig(Section):
     keep_best: str | None = Field(default=None, min_length=1)
     # if the run has a checkpoint: auto resumes, never refuses; must refuses if there is none
     resume: Literal["auto", "never", "must"] = "auto"
-    # run or checkpoint whose weights a new run starts from, with a fresh optimizer; none: random
+    # run, checkpoint or hf:FOLDER that gives a new run its weights, optimizer fresh; none: random
     load_weights: PathText | None = None
 
     @model_validator(mode="before")

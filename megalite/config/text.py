@@ -23,6 +23,18 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
+def model_toml(config: RunConfig) -> str:
+    """The [model] section as TOML: what its family's defaults do not say."""
+    idle = without_effect(config)
+    names = [(key, f"model.{key}") for key in section_keys("model")]
+    lines = [
+        _assignment(config, key, name)
+        for key, name in names
+        if name == "model.family" or (name not in idle and not _is_default(config, name))
+    ]
+    return "\n".join(["[model]", *lines]) + "\n"
+
+
 def format_config(loaded: LoadedConfig) -> str:
     """A table with one line per setting: name, value, origin of the value."""
     rows = {n: toml_value(value_of(loaded.config, n)) for n in keys()}

@@ -203,6 +203,7 @@ CLASSES: tuple[StockClass, ...] = (
             Always({"qk_norm": False, "qkv_bias": True, **_NO_OTHER_BIAS}),
         ),
         _ROPE_NAMES,
+        idle=frozenset({"max_window_layers"}),  # without windows; the trait writes it with them
     ),
     StockClass(
         "Qwen3ForCausalLM",
@@ -217,6 +218,7 @@ CLASSES: tuple[StockClass, ...] = (
             Always({"qk_norm": True, "mlp_bias": False}),
         ),
         _ROPE_NAMES,
+        idle=frozenset({"max_window_layers"}),
     ),
     StockClass(
         "GPT2LMHeadModel",

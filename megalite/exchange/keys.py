@@ -150,7 +150,8 @@ class InnerSize:
         return {"ffn_hidden_size": 4 * file.get("n_embd", 768) if inner is None else inner}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {"n_inner": model.ffn_hidden_size}
+        is_default = model.ffn_hidden_size == 4 * model.hidden_size
+        return {"n_inner": None if is_default else model.ffn_hidden_size}
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,10 @@ class SwitchedWindow:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         window, layers = model.sliding_window, model.num_layers
         kind = "full_attention" if window is None else "sliding_attention"
+        first = {} if window is None else {"max_window_layers": 0}
         return {
             "use_sliding_window": window is not None,
             "sliding_window": window,
-            "max_window_layers": layers if window is None else 0,
             "layer_types": [kind] * layers,
+            **first,
         }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.manifest import Manifest
 from megalite.config import RunConfig
 from megalite.config.inputs import sources
 from megalite.config.meaning import function_settings, same_meaning
@@ -42,6 +43,17 @@ class Changed:
         return (
             f"{self.name} is {toml_value(self.new)}, saved with {toml_value(self.old)}{self.note}"
         )
+
+
+def trainer_state(checkpoint: Manifest, where: Path) -> dict[str, Any]:
+    """The trainer's state in a checkpoint. Raises CheckpointError if it holds weights alone."""
+    found: Any = checkpoint.state.get("trainer")
+    if found is None:
+        raise CheckpointError(
+            f"{where} holds weights alone, no run to resume; give the run another name, and begin "
+            f"from them with checkpoint.load_weights={where}"
+        )
+    return dict(found)
 
 
 def resumed_plan(config: RunConfig, saved: Any, where: Path) -> tuple[int, BatchPlan]:

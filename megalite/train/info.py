@@ -19,6 +19,7 @@ from megalite.checkpoint.names import (
 )
 from megalite.config.saved import saved_config
 from megalite.errors import CheckpointError, DataError
+from megalite.exchange.folder import SOURCE, source_of
 from megalite.record.records import read_lines
 from megalite.train.origin import RECORD
 
@@ -119,9 +120,15 @@ def _checkpoint(found: Checkpoint, verify: bool) -> dict[str, Any]:
         "versions": manifest.versions,
         "kernels": trainer.get("kernels") if isinstance(trainer, dict) else None,
         "consumed_tokens": trainer.get("consumed_tokens") if isinstance(trainer, dict) else None,
-        "weights_from": trainer.get(RECORD) if isinstance(trainer, dict) else None,
+        "weights_from": trainer.get(RECORD) if isinstance(trainer, dict) else _converted(found),
         "verified": "sha256" if verify else "size",
     }
+
+
+def _converted(found: Checkpoint) -> dict[str, Any] | None:
+    """The folder that weights which no run made were converted from, as a run has its origin."""
+    folder = source_of(found)
+    return folder and {"path": folder["path"], "checkpoint": folder["class"], SOURCE: folder}
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from megalite.checkpoint.find import find_latest
 from megalite.config.resume import DATA, require_resume_mode
 from megalite.config.saved import saved_config
-from megalite.distributed.agree import Ranks, on_first_rank
+from megalite.distributed.agree import Ranks, on_all_ranks, on_first_rank
 from megalite.run.batch_plan import BatchPlan
 from megalite.train import state
 from megalite.train.blend_position import BlendPosition, resumed_position
@@ -24,6 +24,7 @@ from megalite.train.changes import (
     changed_settings,
     require_accepted,
     resumed_plan,
+    trainer_state,
     unused,
 )
 from megalite.train.engine import Engine
@@ -65,8 +66,10 @@ def resume(
         report(f"passed over: {reason}")
 
     # The plan first: it decides the length of the run and the learning rates that are compared.
-    manifest: Any = found.manifest
-    saved: dict[str, Any] = manifest.state["trainer"]
+    manifest = found.manifest
+    saved = on_all_ranks(
+        Ranks(engine.mesh.world), lambda: trainer_state(manifest, found.path), "resuming"
+    )
     step, plan = resumed_plan(config, saved, found.path)
     old = saved_config(manifest.config, str(found.path))
     blend, has_order = resumed_position(saved, old, config, data, plan.first_sample(step))

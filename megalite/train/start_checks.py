@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint.find import find_checkpoint
 from megalite.checkpoint.manifest import read_manifest
@@ -35,6 +34,7 @@ from megalite.train.changes import (
     require_accepted,
     require_same_function,
     resumed_plan,
+    trainer_state,
 )
 from megalite.train.origin import check_origin
 
@@ -93,7 +93,7 @@ def require_resumable(config: RunConfig, accept: frozenset[str]) -> None:
         check_sizes(path, manifest, list(manifest.files))
     except CheckpointError:
         return
-    saved: Any = manifest.state["trainer"]
+    saved = trainer_state(manifest, path)
     step, plan = resumed_plan(config, saved, path)
     old = saved_config(manifest.config, str(path))
     require_accepted(changed_settings(old, config, plan, step), accept, path.name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -130,6 +131,19 @@ def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
     found = json.loads(path.read_text()) if path.exists() else {}
     found |= changes
     path.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+
+
+def whole(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all safetensors files of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """The same folder with these tensors in a single file."""
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
 
 
 def tokens(num: int = 24) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,7 +14,18 @@ from megalite.errors import CheckpointError
 from megalite.exchange.classes import CLASSES, StockClass
 from megalite.exchange.folder import open_folder
 from megalite.generate.generate import load_model
-from tests.exchange.kit import LLAMA3, MODELS, VOCAB, edit, save, stock, stock_logits, tokens
+from tests.exchange.kit import (
+    LLAMA3,
+    MODELS,
+    VOCAB,
+    edit,
+    rewrite,
+    save,
+    stock,
+    stock_logits,
+    tokens,
+    whole,
+)
 from tests.tolerances import EXCHANGE_FLOAT32
 
 
@@ -24,20 +34,6 @@ def our_logits(folder: Path, **options: Any) -> Tensor:
     model, config = load_model(open_folder(folder, **options))
     assert config.model.vocab_pad_multiple == 1
     return model.logits(tokens())
-
-
-def whole(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all files of a folder."""
-    return {
-        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
-    }
-
-
-def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """The same folder with these tensors in a single file."""
-    for file in folder.glob("model*"):
-        file.unlink()
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -224,8 +224,8 @@ def test_weights_that_do_not_fit_are_refused_on_every_rank(pool: RankPool, folde
     assert "\nmodel.vocab_size is 120, saved with 97\n" in wide
     assert wide.endswith("all the same with --accept model.vocab_size")
     deep = error("deep", checkpoint__load_weights=half, model__num_layers=3)
-    assert "tensor param/layers.2" in deep
-    assert deep.endswith("\nmodel.num_layers is 3, saved with 2")
+    assert "param/layers.3.mlp.gate_up.weight" in deep
+    assert deep.endswith("\nmodel.num_layers is 3, saved with 4")
     assert "half/checkpoints holds no checkpoint" not in error(
         "fine", checkpoint__load_weights=str(folder / "half" / "checkpoints"), train__steps=0
     )

@@ -91,6 +91,15 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
     "megalite info runs/quickstart": ({}, ""),
     "megalite doctor": ({}, ""),
     "megalite schedule zb-v --pp 4 --microbatches 8": ({}, ""),
+    # docs/exchange.md
+    "megalite hf export runs/quickstart models/quickstart": ({}, ""),
+    "megalite train quickstart --local --name tuned checkpoint.load_weights=hf:models/quickstart": (
+        {},
+        f"{SHORT} {_ALONE}",
+    ),
+    "megalite hf import models/quickstart data/imported --check": ({}, ""),
+    "megalite info data/imported": ({}, ""),
+    "megalite hf export runs/tuned models/tuned --dtype bfloat16 --check": ({}, ""),
     # docs/layouts.md
     "megalite train quickstart --local --name moved train.steps=2 optimizer.warmup_steps=1": (
         {},
