@@ -93,7 +93,9 @@ def _checkpoint(found: dict[str, Any], quick: bool) -> Iterator[str]:
     if found["weights_from"]:
         began = found["weights_from"]
         yield f"began from   {began['path']} ({began['checkpoint']})"
-    yield "saved at     " + " x ".join(f"{axis} {size}" for axis, size in found["saved_at"].items())
+    if found["saved_at"]:
+        at = " x ".join(f"{axis} {size}" for axis, size in found["saved_at"].items())
+        yield f"saved at     {at}"
     yield (
         f"files        {found['files']}, {found['bytes'] / _MIB:,.1f} MiB in {found['tensors']} "
         f"tensors, {_verified(quick)}"

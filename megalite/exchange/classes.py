@@ -200,6 +200,7 @@ CLASSES: tuple[StockClass, ...] = (
             HeadDim(None),
             Rope(),
             SwitchedWindow(),
+            Only("use_mrope", False, "rotation by several positions"),
             Always({"qk_norm": False, "qkv_bias": True, **_NO_OTHER_BIAS}),
         ),
         _ROPE_NAMES,

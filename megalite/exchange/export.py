@@ -22,7 +22,13 @@ from megalite.config import ModelConfig, RunConfig
 from megalite.config.names import number_of
 from megalite.config.saved import saved_config
 from megalite.data.tokenizer import open_tokenizer
-from megalite.data.tokenizer_files import BESIDE, JSON_NAME, MODEL_NAME, read_tokenizer_files
+from megalite.data.tokenizer_files import (
+    BESIDE,
+    CONFIG_NAME,
+    JSON_NAME,
+    MODEL_NAME,
+    read_tokenizer_files,
+)
 from megalite.distributed.agree import ALONE, Ranks
 from megalite.errors import CheckpointError, ConfigError
 from megalite.exchange.classes import IDLE, StockClass, class_for
@@ -211,8 +217,7 @@ def copy_tokenizer(
     places = [checkpoint.path, *([Path(source["path"])] if source else [])]
     if own is not None and Path(own).exists():
         if not Path(own).is_dir():
-            for name, content in read_tokenizer_files(own).contents.items():
-                (directory / name).write_bytes(content)
+            _write_tokenizer(Path(own), directory)
             return [f"tokenizer {own}"]
         places.insert(0, Path(own))
     for place in places:
@@ -222,3 +227,20 @@ def copy_tokenizer(
                 shutil.copyfile(place / name, directory / name)
             return [f"tokenizer of {place}: {', '.join(found)}"]
     return ["no tokenizer: the weights came without one"]
+
+
+def _write_tokenizer(path: Path, directory: Path) -> None:
+    """Write the files of a tokenizer that is no folder."""
+    contents = read_tokenizer_files(path).contents
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+    if CONFIG_NAME in contents:
+        return
+
+    # By its own model alone: a class of its own would put a space before each text.
+    tokenizer = open_tokenizer(path)
+    texts = {number: text for text, number in tokenizer.special_texts.items()}
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    named = {f"{role}_token": texts[id_] for role, id_ in ids.items() if id_ in texts}
+    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}
+    put_json(directory, CONFIG_NAME, {**fixed, **named})

@@ -129,14 +129,15 @@ def open_folder(
     def check() -> Folder:
         return read_folder(path, ignore)
 
-    folder = on_all_ranks(ranks, check, f"{path}")
+    doing = f"reading {path.name}"
+    folder = on_all_ranks(ranks, check, doing)
     names = sorted({one.file for one in folder.stored.values()})
 
     def hash_mine() -> dict[str, dict[str, Any]]:
         mine = [*names, "config.json"][ranks.rank :: ranks.size]
         return {name: _file_entry(path / name) for name in mine}
 
-    gathered = ranks.gather(on_all_ranks(ranks, hash_mine, f"{path}"))
+    gathered = ranks.gather(on_all_ranks(ranks, hash_mine, doing))
     files = ranks.broadcast({name: one for found in gathered for name, one in found.items()})
     return Checkpoint(path, _manifest(folder, files), notes=folder.notes)
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megalite.checkpoint.find import Checkpoint, find_checkpoint, open_checkpoint
 from megalite.checkpoint.pieces import NamedPiece
 from megalite.checkpoint.save import save as save_checkpoint
 from megalite.config import ModelConfig
+from megalite.data.tokenizer import open_tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.exchange.classes import class_for, weights_config
 from megalite.exchange.convert import convert
@@ -27,6 +28,7 @@ from megalite.exchange.folder import open_folder
 from megalite.generate.generate import load_model
 from megalite.generate.stock import check_logits
 from megalite.run.parameters import stage_parameters, whole_model
+from tests.corpus.kit import make_tokenizer
 from tests.exchange.kit import MODELS, edit, save, stock, stock_logits, tokens, whole
 from tests.tolerances import EXCHANGE_FLOAT32
 
@@ -41,9 +43,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def checkpoint(root: Path, kinds: tuple[str, ...] = ("param",), **model: Any) -> Checkpoint:
+def checkpoint(
+    root: Path, kinds: tuple[str, ...] = ("param",), tokenizer: str | None = None, **model: Any
+) -> Checkpoint:
     """A checkpoint of drawn weights as a run saves it, with padding rows in the vocabulary."""
-    config = weights_config(ModelConfig(**{**SMALL, **model}), seq_length=40)
+    config = weights_config(ModelConfig(**{**SMALL, **model}), 40, tokenizer)
     pieces = []
     for kind in kinds:
         generator = torch.Generator().manual_seed(len(kind))
@@ -194,6 +198,25 @@ def test_an_imported_checkpoint_is_its_folder(tmp_path: Path) -> None:
     assert kept["temperature"] == 0.25
     before, after = whole(source), whole(tmp_path / "back")
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("model", [{}, {"family": "gpt2", "num_kv_heads": None}])
+def test_a_runs_own_tokenizer_makes_the_same_ids(model: Any, tmp_path: Path) -> None:
+    """Of a sentencepiece model, with its special tokens, whatever the class of the model."""
+    make_tokenizer(
+        "builtin", str(tmp_path / "own.model"), vocab_size=400, model_type="bpe", max_bytes=100_000
+    )
+    ours = open_tokenizer(tmp_path / "own.model")
+    found = checkpoint(tmp_path / "run", tokenizer=str(tmp_path / "own.model"), **model)
+    lines = export(found, tmp_path / "out")
+    assert f"tokenizer {tmp_path / 'own.model'}" in lines
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("def f(x):\n    return  x + 1", " héllo 漢字\t", ""):
+        assert theirs(text).input_ids == ours.encode(text)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert config.n_positions == 1024 if model else config.max_position_embeddings == 40
 
 
 def test_every_family_of_the_schema_has_a_class() -> None:

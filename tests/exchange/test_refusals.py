@@ -34,7 +34,7 @@ def make(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
 def refused(folder: Path, **options: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_folder(folder, **options)
-    return str(caught.value).removeprefix(f"{folder}: ")
+    return str(caught.value).removeprefix(f"reading {folder.name}: ")
 
 
 @pytest.mark.parametrize(
