@@ -54,6 +54,11 @@ EXAMPLES = {
         "megalite hf export runs/quickstart models/core --names megatron-core",
         "torchrun --nproc-per-node=8 --no-python megalite hf export runs/big models/big",
     ),
+    "eval": (
+        "megalite eval runs/quickstart",
+        "megalite eval runs/quickstart --data data/books --data code=data/stdlib --tp 2 --pp 2",
+        "torchrun --nproc-per-node=8 --no-python megalite eval runs/quickstart --tp 2",
+    ),
     "configs": ("megalite configs", "megalite configs quickstart"),
     "plan": (
         "megalite plan quickstart",

@@ -26,7 +26,9 @@ def generate(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|CHECKPOINT", parser=path, help="A run folder, or one of its checkpoints."
+            metavar="RUN|CHECKPOINT|hf:FOLDER",
+            parser=path,
+            help="A run folder, one of its checkpoints, or a Hugging Face folder.",
         ),
     ],
     prompt: Annotated[
@@ -152,7 +154,7 @@ def generate(
             [f"--{name.replace('_', '-')}={rest}" for name, _, rest in named]
         ) from None
     request = Request(
-        source=Path(run),
+        source=run,
         step=step,
         weights="ema" if ema else "param",
         prompts=texts if texts is not None else _read(Path(str(prompts)), chat),
@@ -173,8 +175,8 @@ def _run(request: Request, tp: int | None, device: str) -> None:
     """Continue the texts here, on processes that are started here, or on those of a launcher."""
     import torch
 
-    from megalite.checkpoint.find import find_checkpoint
     from megalite.distributed.mesh import Mesh
+    from megalite.exchange.folder import open_weights
     from megalite.generate.generate import text_config
     from megalite.generate.write import write_texts
     from megalite.layout.topology import Topology
@@ -194,9 +196,7 @@ def _run(request: Request, tp: int | None, device: str) -> None:
     if size == 1:
         return write_texts(Mesh(Topology(), torch.device(device)), request)
 
-    # Each rank hashes the files; here only the settings are wanted.
-    checkpoint = find_checkpoint(request.source, step=request.step, verify="size")
-    config = text_config(checkpoint, size)
+    config = text_config(open_weights(request.source, step=request.step), size)
     code = run_ranks(
         _generate_rank, config, launch, (request,), local=not started, device=device_kind(device)
     )

@@ -19,6 +19,7 @@ from megalite.cli.completion import join_words, one_of
 from megalite.cli.configs import configs
 from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
+from megalite.cli.evaluate import evaluate
 from megalite.cli.generate import generate
 from megalite.cli.hf import app as hf_app
 from megalite.cli.info import info
@@ -50,6 +51,7 @@ _VERBS = (
     "configs",
     "plan",
     "report",
+    "eval",
     "generate",
     "hf",
     "info",
@@ -248,6 +250,7 @@ def _start_problems(config: RunConfig, launch: Launch, local: bool) -> list[str]
 app.command(cls=Verb)(configs)
 app.command(cls=SettingsVerb)(plan)
 app.command(cls=Verb)(report)
+app.command("eval", cls=Verb)(evaluate)
 app.command(cls=Verb)(generate)
 app.command(cls=Verb)(info)
 app.command(cls=SettingsVerb)(schedule)

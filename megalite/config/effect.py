@@ -159,7 +159,7 @@ EFFECTS: tuple[Effect, ...] = (
         "log.wandb.project is not set; remove it or set log.wandb.project",
     ),
     Effect(
-        ("eval.weights", "eval.sets", "eval.batches", "checkpoint.keep_best"),
+        ("eval.at_start", "eval.weights", "eval.sets", "eval.batches", "checkpoint.keep_best"),
         lambda c: c.eval.interval > 0,
         "eval.interval=0 never evaluates; remove it or set eval.interval",
     ),

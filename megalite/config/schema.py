@@ -503,6 +503,7 @@ class EvalConfig(Section):
     interval: int = Field(default=0, ge=0)
     # global batches of each set, the same ones every time; none: the whole set
     batches: int | None = Field(default=None, ge=1)
+    at_start: bool = False  # also before the first step, of the weights that the run begins with
     # weights to evaluate; ema: the average that optimizer.ema_decay keeps
     weights: Literal["model", "ema"] = "model"
     sets: list[EvalSetConfig] = []  # datasets beside the validation parts of data.split

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from megalite.checks.packages import install_command
 from megalite.data.tokenizer_files import CONFIG_NAME, TokenizerFiles, require_in_vocabulary
 from megalite.errors import DataError
+
+SPACE = "\u2581"  # of sentencepiece, in pieces
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that no piece has
 
 
 class JsonTokenizer:
@@ -81,6 +85,25 @@ class JsonTokenizer:
     def special_texts(self) -> Mapping[str, int]:
         added = self._plain.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def num_bytes(self) -> NDArray[Any] | None:
+        values = json.loads(self.files.content)
+        decoder = json.dumps(values.get("decoder"))
+        of_bytes, of_words = "ByteLevel" in decoder, SPACE in decoder or "Metaspace" in decoder
+        if not (of_bytes or of_words):
+            return None  # pieces of a wordpiece model leave spaces out
+        added = self._plain.get_added_tokens_decoder()
+        found = np.zeros(self.vocab_size, dtype=np.int64)
+        for text, number in self._ids.items():
+            if number in added:
+                found[number] = 0 if added[number].special else len(text.encode())
+            elif number != self.unk_id:
+                is_byte = not of_bytes and _BYTE.fullmatch(text)
+                plain = text if of_bytes else text.replace(SPACE, " ")
+                # Byte-level pieces are written with one character for each byte.
+                found[number] = 1 if is_byte else len(plain if of_bytes else plain.encode())
+        return found
 
     def encode(self, text: str) -> list[int]:
         return [int(number) for number in self.encode_batch([text])[0]]

@@ -78,6 +78,16 @@ class SentencePieceTokenizer:
             if model.is_control(number)
         }
 
+    @cached_property
+    def num_bytes(self) -> NDArray[Any] | None:
+        model, found = self._processor, np.zeros(self.vocab_size, dtype=np.int64)
+        for number in range(self.vocab_size):
+            if model.is_byte(number):
+                found[number] = 1
+            elif not (model.is_control(number) or model.is_unknown(number)):
+                found[number] = len(model.id_to_piece(number).replace(SPACE, " ").encode())
+        return found
+
     def encode(self, text: str) -> list[int]:
         return [int(number) for number in self.encode_batch([text])[0]]
 

@@ -59,6 +59,13 @@ class Tokenizer(Protocol):
     def special_texts(self) -> Mapping[str, int]:
         """The texts that `encode_special` makes special tokens of, and their ids."""
 
+    @property
+    def num_bytes(self) -> NDArray[Any] | None:
+        """UTF-8 bytes of text that each id stands for, int64 [vocab_size]; None: not known.
+
+        0 for special tokens and the unknown one. A space that encoding adds before a text counts.
+        """
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a whole text, without bos or eos; none is a special token's."""
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.find import find_checkpoint
 from megalite.config import RunConfig
 from megalite.data.chat_template import ChatTemplate, Message
 from megalite.data.tokenizer import Tokenizer, first_change
 from megalite.distributed.agree import Ranks
 from megalite.distributed.mesh import Mesh
+from megalite.exchange.folder import open_weights
 from megalite.generate.generate import Text, generate, load_model
 from megalite.generate.pieces import Pieces
 from megalite.generate.sampling import Sampling
@@ -37,7 +37,7 @@ class Request:
     a JSON line, in order, for programs. batch: prompts that are continued side by side.
     """
 
-    source: Path  # a run or a checkpoint
+    source: str  # a run, a checkpoint or hf:FOLDER
     step: int | None
     weights: str
     prompts: Sequence[str | Sequence[Message]]
@@ -60,7 +60,7 @@ def generate_rank(launch: Launch, device: torch.device, config: RunConfig, reque
 
 def write_texts(mesh: Mesh, request: Request) -> None:
     """Continue the prompts of a request; all ranks of the mesh call it."""
-    checkpoint = find_checkpoint(request.source, Ranks(mesh.world), step=request.step)
+    checkpoint = open_weights(request.source, Ranks(mesh.world), request.step)
     model, config = load_model(checkpoint, mesh, request.weights)
     tokenizer = run_tokenizer(checkpoint, config, request.tokenizer)
     template = ChatTemplate.of(tokenizer, request.template) if request.chat else None

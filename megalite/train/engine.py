@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ from megalite.train.batch import TokenBatch, Upload
 from megalite.train.kernel_choice import choose_kernels
 
 
-class Engine:
-    """One rank's share of the model, with the optimizer over it and the pipeline through it.
+class Scorer:
+    """One rank's share of the model and the pipeline through it, for losses alone.
 
     Raises ConfigError for a config that is not resolved (`checks.check_and_resolve`).
     """
@@ -48,23 +49,16 @@ class Engine:
         self.dtype = DTYPES[config.train.dtype]
         set_tf32(config.train.tf32, mesh.device)
 
-        # Kernels before chunks and chunks before the optimizer, which moves their parameters.
-        full = num_micro_batches(config)
-        placement = make_schedule(config, full).place
+        self._full = num_micro_batches(config)
+        placement = make_schedule(config, self._full).place
         self.ops = choose_kernels(config, mesh.device, self.dtype)
         self.chunks = build_chunks(config, mesh, self.dtype, placement, self.ops)
-        self.optimizer = DistributedOptimizer(
-            self.chunks, mesh, config.optimizer, self.dtype, mesh.device, self.ops
-        )
-
         self.upload = Upload(mesh.device, self.dtype, config.data.reset_positions)
         tokens = config.train.micro_batch * config.data.seq_length
         if config.parallel.sequence_parallel:
             tokens //= mesh.tp.size
         self._boundary = BoundarySpec((tokens, config.model.hidden_size), self.dtype)
         self._runtimes: dict[int, PipelineRuntime] = {}  # by microbatches of a step
-        self.runtime = self._runtime_for(full)
-        self.z_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def _runtime_for(self, count: int) -> PipelineRuntime:
         """The pipeline for a number of microbatches; all ranks make it at the same point."""
@@ -74,10 +68,50 @@ class Engine:
                 self.chunks,
                 self.mesh,
                 self._boundary,
-                on_last_backward_start=self.optimizer.expect_last,
-                on_reduce=self.optimizer.finish_chunk,
+                **self._callbacks(),
             )
         return self._runtimes[count]
+
+    def _callbacks(self) -> dict[str, Any]:
+        """The runtime's callbacks: losses alone need none."""
+        return {}
+
+    @torch.no_grad()
+    def forward_only(self, micro_batches: Sequence[TokenBatch]) -> Tensor:
+        """This rank's part of the loss of any number of microbatches, float64; no gradients."""
+        return self._total(self._runtime_for(self._full).run_forward(micro_batches))
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """The weights to evaluate inside the block; all ranks enter it."""
+        yield
+
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of losses on one tp rank, so that a sum over all ranks counts each once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.tp.rank == 0:
+            for loss in losses:
+                total += loss
+        return total
+
+
+class Engine(Scorer):
+    """A scorer with the optimizer over its model. Raises ConfigError as `Scorer`."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        # After the chunks, whose parameters it moves, and before the pipeline that calls it.
+        self.optimizer = DistributedOptimizer(
+            self.chunks, mesh, config.optimizer, self.dtype, mesh.device, self.ops
+        )
+        self.runtime = self._runtime_for(self._full)
+        self.z_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    def _callbacks(self) -> dict[str, Any]:
+        return {
+            "on_last_backward_start": self.optimizer.expect_last,
+            "on_reduce": self.optimizer.finish_chunk,
+        }
 
     def forward_backward(
         self, micro_batches: Sequence[TokenBatch], *, trace: bool = False
@@ -112,11 +146,6 @@ class Engine:
         loss = self.forward_backward(micro_batches)
         return loss, self.optimizer.step(lr)
 
-    @torch.no_grad()
-    def forward_only(self, micro_batches: Sequence[TokenBatch]) -> Tensor:
-        """This rank's part of the loss of any number of microbatches, float64; no gradients."""
-        return self._total(self.runtime.run_forward(micro_batches))
-
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """The weights of `eval.weights` inside the block; all ranks enter it."""
@@ -125,14 +154,6 @@ class Engine:
                 yield
         else:
             yield
-
-    def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of losses on one tp rank, so that a sum over all ranks counts each once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.tp.rank == 0:
-            for loss in losses:
-                total += loss
-        return total
 
 
 def build_chunks(

@@ -14,6 +14,7 @@ record/run_log.py writes the record, on rank 0.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -52,7 +53,7 @@ from megalite.train.policies import NON_FINITE, SPIKE, LossSpikeError, Spike
 from megalite.train.position import Position
 from megalite.train.resume import resume
 from megalite.train.retention import Retention
-from megalite.train.run_data import describe_data, open_data, require_same_data
+from megalite.train.run_data import EvalSet, describe_data, open_data, require_same_data
 from megalite.train.run_tokenizer import RECORD as TOKENIZER
 from megalite.train.run_tokenizer import keep_tokenizer, tokenizer_files, tokenizer_record
 from megalite.train.weights import load_weights
@@ -132,10 +133,11 @@ class Trainer:
         interval, has_best = settings.interval, settings.keep_best is not None
         self.clock.begin(self.step + 1)
 
-        # What an earlier attempt was kept from by a signal or its death.
+        # What an earlier attempt was kept from by a signal or its death, sets that are new, and
+        # what comes before the first step.
         leaving = at.step == stop_at
-        if at.step and not leaving and self.evaluations.is_missing():
-            leaving = not self._evaluate_if_due(flag)
+        if not leaving and (missing := self.evaluations.missing()):
+            leaving = not self._evaluate(flag, missing)
 
         while at.step < at.total_steps and not leaving:
             edge = self._step(flag)
@@ -268,10 +270,12 @@ class Trainer:
 
     def _evaluate_if_due(self, flag: SignalFlag) -> bool:
         """False if an evaluation was due and a signal cut it short."""
-        if not self.evaluations.is_due:
-            return True
+        return not self.evaluations.is_due or self._evaluate(flag)
+
+    def _evaluate(self, flag: SignalFlag, sets: Sequence[EvalSet] | None = None) -> bool:
+        """Evaluate the sets that are due, or `sets`; False if a signal cut it short."""
         self.clock.stop()  # the time of an evaluation belongs to no step
-        whole = self.evaluations.run(lambda: self._signalled(flag))
+        whole = self.evaluations.run(lambda: self._signalled(flag), sets)
         self.clock.begin(self.step + 1)
         return whole
 

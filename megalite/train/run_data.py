@@ -77,14 +77,32 @@ def open_data(config: RunConfig) -> RunData:
         for name, split in zip(split_set_names(data, part), splits, strict=False):
             batches = make([split[part]], _EVALUATION_SEED, once=True)
             sets.append(EvalSet(name, batches, at_end=part == "test"))
-    for entry in config.eval.sets:
-        whole = whole_set(opened(entry.path), entry.name)
-        sets.append(EvalSet(entry.name, make([whole], _EVALUATION_SEED, once=True)))
+    sets += _named_sets(config, opened, make)
 
     named = [(source.name, source.path) for source in blend]
     named += [(f"eval/{entry.name}", entry.path) for entry in config.eval.sets]
     identities = {name: opened(path).identity() for name, path in named}
     return RunData(train, tuple(sets), identities)
+
+
+def open_named_sets(config: RunConfig) -> list[EvalSet]:
+    """The sets of `eval.sets` alone; raises DataError that names the one at fault."""
+    ids_are_known = cache(partial(_check_ids, vocab_size=config.model.vocab_size))
+    opened = cache(partial(open_dataset, config=config))
+    return _named_sets(config, opened, partial(_batches, config, ids_are_known))
+
+
+def _named_sets(
+    config: RunConfig,
+    opened: Callable[[str], TokenDataset],
+    make: Callable[..., Batches],
+) -> list[EvalSet]:
+    """One set for each entry of `eval.sets`: a pass over the whole dataset."""
+    sets = []
+    for entry in config.eval.sets:
+        whole = whole_set(opened(entry.path), entry.name)
+        sets.append(EvalSet(entry.name, make([whole], _EVALUATION_SEED, once=True)))
+    return sets
 
 
 def describe_data(

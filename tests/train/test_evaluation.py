@@ -44,7 +44,7 @@ def score(ctx: Any, configs: list[RunConfig]) -> list[list[EvalResult]]:
     found = []
     for config in configs:
         trainer = make_trainer(ctx, config)
-        results = evaluate(trainer.engine, trainer.data.sets, at_end=True)
+        results = evaluate(trainer.engine, trainer.data.sets)
         assert results is not None
         found.append(results)
     return found

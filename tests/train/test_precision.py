@@ -120,7 +120,7 @@ AVERAGED: dict[str, Any] = {
 
 
 def validation_loss(trainer: Trainer) -> float:
-    results = evaluate(trainer.engine, trainer.data.sets, at_end=True)
+    results = evaluate(trainer.engine, trainer.data.sets)
     assert results is not None
     (result,) = results
     return result.loss

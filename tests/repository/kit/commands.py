@@ -83,6 +83,12 @@ COMMANDS: dict[str, tuple[dict[str, str], str]] = {
         {"4096": "600"},
         f"{SHORT} {_ALONE}",
     ),
+    "megalite eval runs/quickstart": ({}, "--batches 1"),
+    "megalite eval runs/quickstart --tp 2 --pp 2 --batches 1": ({}, ""),
+    "megalite eval runs/mine --data data/mine --data books=data/books --json": (
+        {},
+        "--batches 2",
+    ),
     'megalite generate runs/quickstart --prompt "import " --tokens 32 --temperature 0.8 --top-k 50 '
     "--seed 7": ({}, ""),
     "printf 'def \\nclass \\n' > prompts.txt": ({}, ""),
