@@ -43,6 +43,7 @@ def check_config(
     return [
         *world,
         *_model(config),
+        *_layers(config),
         *_positions(config),
         *_tensor_parallel(config),
         *_pipeline(config),
@@ -151,6 +152,32 @@ def _partial_rotation(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.rope_fraction={model.rope_fraction:g} of {size} elements a head is "
             f"{turned:g}, but rotary embedding turns pairs; use {use}"
+        )
+
+
+def _layers(config: RunConfig) -> Iterator[str]:
+    """Kinds and parts of layers that do not fit each other."""
+    model = config.model
+    names = model.layers or []
+    if len(names) > model.num_layers:
+        yield (
+            f"model.layers has {len(names)} kinds, more than model.num_layers={model.num_layers}; "
+            "give those of the model, or fewer that repeat"
+        )
+    if model.sliding_window is None and any("window" in name for name in names):
+        yield (
+            "model.layers has layers with a window, but model.sliding_window is not set; set it, "
+            "or use full"
+        )
+    if model.positions == "learned" and any("nope" in name for name in names):
+        yield (
+            "model.layers has layers without rotation, but model.positions=learned turns nothing; "
+            "use full or window"
+        )
+    if model.parallel_residual and model.norm_place != "before":
+        yield (
+            f"model.parallel_residual=true needs model.norm_place=before, got {model.norm_place}; "
+            "change one of them"
         )
 
 

@@ -47,6 +47,9 @@ from megalite.config.schema import (
     PipelineConfig as PipelineConfig,
 )
 from megalite.config.schema import (
+    Rotation as Rotation,
+)
+from megalite.config.schema import (
     RunConfig as RunConfig,
 )
 from megalite.config.schema import (

@@ -33,7 +33,12 @@ def effective_window(config: RunConfig) -> int | None:
 
 EFFECTS: tuple[Effect, ...] = (
     Effect(
-        ("model.rope_theta", "model.rope_fraction", "model.rope_scaling"),
+        (
+            "model.rope_theta",
+            "model.rope_fraction",
+            "model.rope_scaling",
+            "model.rope_local_theta",
+        ),
         lambda c: c.model.positions == "rope",
         "model.positions=learned turns nothing; remove it or set model.positions=rope",
     ),
@@ -61,6 +66,21 @@ EFFECTS: tuple[Effect, ...] = (
         ("model.rope_original_max_position",),
         lambda c: c.model.positions == "rope" and c.model.rope_scaling in ("llama3", "yarn"),
         "only two kinds of scaling use it; remove it or set model.rope_scaling=llama3 or yarn",
+    ),
+    Effect(
+        ("model.rope_local_theta",),
+        lambda c: any(kind.rotation == "local" for kind in c.model.kinds),
+        "no layer has a window and rotation; remove it, or set model.sliding_window",
+    ),
+    Effect(
+        ("model.sliding_window",),
+        lambda c: any(kind.window is not None for kind in c.model.kinds),
+        "no layer of model.layers has a window; remove it, or give one the kind window",
+    ),
+    Effect(
+        ("model.qk_norm_over",),
+        lambda c: c.model.qk_norm,
+        "queries and keys have no norm; remove it or set model.qk_norm=true",
     ),
     Effect(
         ("model.max_positions",),

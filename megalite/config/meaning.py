@@ -85,6 +85,7 @@ _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "model.head_dim": lambda config: config.model.head_size,
     "model.vocab_pad_multiple": lambda config: config.model.padded_vocab_size,
     "model.sliding_window": effective_window,
+    "model.layers": lambda config: config.model.kinds,
     "optimizer.groups": _groups,
     "data.sources": _sources,
     "data.split": _split,

@@ -6,6 +6,7 @@ size (checks.settings), does not spread layers over stages (run.stages). Knows n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +26,29 @@ from megalite.config.shares import parse_split
 MAX_SEED = 2**63 - 1
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
+
+
+Rotation = Literal["global", "local", "none"]
+LayerName = Literal["full", "window", "full_nope", "window_nope"]
+# Each name: True if attention has the sliding window, True if positions turn queries and keys.
+_LAYERS: dict[LayerName, tuple[bool, bool]] = {
+    "full": (False, True),
+    "window": (True, True),
+    "full_nope": (False, False),
+    "window_nope": (True, False),
+}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The traits of one layer's attention that other layers may not share.
+
+    window: tokens that a token attends to; None: all before it. rotation: the tables that turn
+    queries and keys: those of most layers, those of layers with a window, or none.
+    """
+
+    window: int | None
+    rotation: Rotation
 
 
 class Section(BaseModel):
@@ -71,6 +95,8 @@ class ModelConfig(Section):
     # rows of learned positions, the longest sequence; only with positions = "learned"
     max_positions: int = Field(default=1024, ge=1, le=2**31 - 1)
     rope_theta: float = Field(default=10000.0, gt=0)  # base of the rotation's wavelengths
+    # base of the rotation in layers with a window, not scaled; none: as in the others
+    rope_local_theta: float | None = Field(default=None, gt=0)
     # share of each head's elements that is rotated
     rope_fraction: float = Field(default=1.0, gt=0, le=1)
     # slows rotation for long contexts: linear all of it, llama3 and yarn low frequencies; none: not
@@ -95,12 +121,21 @@ class ModelConfig(Section):
     qkv_bias: bool = False  # biases of the query, key and value projections
     attention_out_bias: bool = False  # bias of attention's output projection
     mlp_bias: bool = False  # biases of the feed-forward block
-    qk_norm: bool = False  # RMSNorm over each query and key head
+    qk_norm: bool = False  # RMSNorm of queries and keys, before they are rotated
+    # what that norm is over: each head, or all heads of the projection together
+    qk_norm_over: Literal["head", "projection"] = "head"
+    # norm of what enters attention and feed-forward block, of what leaves them, or both
+    norm_place: Literal["before", "after", "both"] = "before"
+    # attention and feed-forward block read the same residual stream, and both add to it
+    parallel_residual: bool = False
     # tokens that a token attends to, itself included; none: all before it
     sliding_window: int | None = Field(default=None, ge=1)
+    # kinds of the layers, repeated over the model: full attention or the window, _nope without
+    # rotation; none: all alike, with the window if there is one
+    layers: list[LayerName] | None = Field(default=None, min_length=1)
     tie_embeddings: bool = False  # the head uses the embedding's weight
-    # factor of token embeddings, rounded to train.dtype; sqrt_hidden: the root of hidden_size
-    embedding_multiplier: Annotated[float, Field(gt=0)] | Literal["sqrt_hidden"] = 1.0
+    # factor of token embeddings, rounded to train.dtype; none: the root of hidden_size
+    embedding_multiplier: float | None = Field(default=1.0, gt=0)
     # factor of what attention and feed-forward block add to the residual stream
     residual_multiplier: float = Field(default=1.0, gt=0)
     # factor of attention scores; none: 1 / sqrt(elements of a head)
@@ -132,6 +167,22 @@ class ModelConfig(Section):
             )
         return value
 
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of a layer, by its global index."""
+        if self.layers is None:
+            windowed, rotated = self.sliding_window is not None, True
+        else:
+            windowed, rotated = _LAYERS[self.layers[layer % len(self.layers)]]
+        rotation: Rotation = "none"
+        if rotated and self.positions == "rope":
+            rotation = "local" if windowed and self.rope_local_theta is not None else "global"
+        return LayerKind(self.sliding_window if windowed else None, rotation)
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kind of every layer, in order."""
+        return [self.kind_of(layer) for layer in range(self.num_layers)]
+
     @property
     def norm_offset(self) -> float:
         """The number that norms add to their weights."""
@@ -141,7 +192,7 @@ class ModelConfig(Section):
     def embedding_factor(self) -> float:
         """The factor of token embeddings, before it is rounded."""
         given = self.embedding_multiplier
-        return self.hidden_size**0.5 if given == "sqrt_hidden" else given
+        return self.hidden_size**0.5 if given is None else given
 
     @property
     def kv_heads(self) -> int:

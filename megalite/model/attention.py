@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite import kernels
 from megalite.config import ModelConfig
-from megalite.model.norm import HeadNorm, Specs
+from megalite.model.norm import HeadNorm, ProjectionNorm, Specs
 from megalite.model.sequence import Sequences
 from megalite.tensor_parallel.context import LayerContext
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention within documents, and within a sliding window if the config has one.
+    """Causal self-attention within documents, in the window and with the rotation of its layer.
 
     recompute_core: keep only the packed projection for the backward and run rotation and attention
     again, instead of keeping rotated heads, output and statistics.
@@ -46,17 +46,18 @@ class SelfAttention(nn.Module):
         self.shape_kgH = (groups // tp.size, heads // groups + 2, head_dim)
         self.first_head = heads // tp.size * tp.rank  # dropout masks are drawn by global head
         self.recompute_core = recompute_core
-        self.layer = layer
+        self.layer, self.kind = layer, config.kind_of(layer)
         self.dropout_p = config.attention_dropout
-        self.scale, self.window = config.attention_multiplier, config.sliding_window
+        self.scale = config.attention_multiplier
 
         # The packed projection is cut by groups, so that each rank has whole ones.
         qkv, out = f"{name}.qkv", f"{name}.out"
         self.qkv = ColumnParallelLinear(context, specs[f"{qkv}.weight"], specs.get(f"{qkv}.bias"))
-        self.head_norm: HeadNorm | None = None
+        self.head_norm: HeadNorm | ProjectionNorm | None = None
         if config.qk_norm:
             q, k = specs[f"{name}.q_norm.weight"], specs[f"{name}.k_norm.weight"]
-            self.head_norm = HeadNorm(context, config, q, k)
+            norm = HeadNorm if config.qk_norm_over == "head" else ProjectionNorm
+            self.head_norm = norm(context, config, q, k)
         self.out = RowParallelLinear(context, specs[f"{out}.weight"], specs.get(f"{out}.bias"))
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
@@ -76,16 +77,16 @@ class SelfAttention(nn.Module):
         if self.head_norm is not None:
             qkv_TkgH = self.head_norm(qkv_TkgH)
         copy_values = torch.is_grad_enabled() and not self.recompute_core
-        q, k, v = _SplitRotate.apply(
-            qkv_TkgH, sequences.cos_sh, sequences.sin_sh, self.ops, copy_values
-        )
+        tables = sequences.tables[self.kind.rotation]
+        q, k, v = _SplitRotate.apply(qkv_TkgH, *tables, self.ops, copy_values)
         tokens, head_dim = q.shape[0], q.shape[-1]
         q_TnH, k_TkH, v_TkH = q.view(tokens, -1, head_dim), k.squeeze(2), v.squeeze(2)
-        mask, cache, scale = sequences.mask, sequences.cache, self.scale
+        window, cache, scale = self.kind.window, sequences.cache, self.scale
+        mask = sequences.masks[window]
         if cache is None:
             out = self.ops.attention(q_TnH, k_TkH, v_TkH, mask, self.dropout(sequences), scale)
         else:
-            out = cache.attend(self.layer, q_TnH, k_TkH, v_TkH, mask, self.window, self.ops, scale)
+            out = cache.attend(self.layer, q_TnH, k_TkH, v_TkH, mask, window, self.ops, scale)
         return out.flatten(1)
 
     def dropout(self, sequences: Sequences) -> kernels.AttentionDropout | None:

@@ -3,11 +3,12 @@
 Shapes: T tokens (this rank's shard t under sequence parallelism), D model, H head dim; k groups of
 g query heads, a key and a value. Each rank norms the tokens it holds, so under sequence parallelism
 the parameters' gradients are partial sums over tp; those of `HeadNorm` always are, for each rank
-norms its own heads.
+norms its own heads. `ProjectionNorm` is over the heads of all ranks, which sum their squares.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
+from megalite.distributed import comm
 from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.context import LayerContext, ShardedModule
 
@@ -50,6 +52,13 @@ class Norm(ShardedModule):
 def make_norm(context: LayerContext, specs: Specs, name: str, config: ModelConfig) -> Norm:
     """The norm that the config names, over the hidden size: LayerNorm is the one with a bias."""
     return Norm(context, config, specs[f"{name}.weight"], specs.get(f"{name}.bias"))
+
+
+def optional_norm(
+    context: LayerContext, specs: Specs, name: str, config: ModelConfig
+) -> Norm | None:
+    """`make_norm`, or None where the model's list has no such norm."""
+    return make_norm(context, specs, name, config) if f"{name}.weight" in specs else None
 
 
 class _Norm(torch.autograd.Function):
@@ -123,3 +132,77 @@ class _HeadNorm(torch.autograd.Function):
         layer.accumulate_rowwise(layer.q_weight, dq_weight)
         layer.accumulate_rowwise(layer.k_weight, dk_weight)
         return dqkv, None, None, None
+
+
+class ProjectionNorm(ShardedModule):
+    """RMSNorm over all query heads of a token, and over all its key heads, of [T, k, g + 2, H].
+
+    A weight for each element, [k, g, H] and [k, H], cut over tp as the heads are; each rank's sums
+    of squares are added up over tp. Values pass through. In plain torch on every device.
+    """
+
+    def __init__(
+        self, context: LayerContext, config: ModelConfig, q: ShardSpec, k: ShardSpec
+    ) -> None:
+        super().__init__(context)
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.q_weight = self.add_parameter("q_weight", q)
+        self.k_weight = self.add_parameter("k_weight", k)
+        self.sizes = (math.prod(q.shape), math.prod(k.shape))  # elements of all ranks
+
+    def forward(self, qkv_TkgH: Tensor) -> Tensor:
+        return _ProjectionNorm.apply(qkv_TkgH, self.q_weight, self.k_weight, self)
+
+    def sums(self, q_TkgH: Tensor, k_TkgH: Tensor) -> list[Tensor]:
+        """Means over all heads of all ranks, [T, 1, 1, 1] of each."""
+        sums_2T = torch.stack([x.flatten(1).sum(1) for x in (q_TkgH, k_TkgH)])
+        sums_2T = comm.all_reduce(sums_2T, self.context.tp)
+        sizes = zip(sums_2T, self.sizes, strict=True)
+        return [(sum_T / size).view(-1, 1, 1, 1) for sum_T, size in sizes]
+
+
+class _ProjectionNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_TkgH: Tensor, q_weight: Tensor, k_weight: Tensor, layer: ProjectionNorm
+    ) -> Tensor:
+        queries, y_TkgH = qkv_TkgH.shape[2] - 2, qkv_TkgH.clone()
+        wide = torch.promote_types(qkv_TkgH.dtype, torch.float32)
+        q, k, _ = qkv_TkgH.to(wide).split([queries, 1, 1], 2)
+        means = layer.sums(q.square(), k.square())
+        rstds = [mean.add_(layer.eps).rsqrt_() for mean in means]
+        weights = _ProjectionNorm.weights(layer, wide)
+        parts = y_TkgH.split([queries, 1, 1], 2)
+        for part, x, rstd, weight in zip(parts[:2], (q, k), rstds, weights, strict=True):
+            part.copy_(x * rstd * weight)
+        ctx.save_for_backward(qkv_TkgH, *rstds)
+        ctx.layer = layer
+        return y_TkgH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TkgH: Tensor) -> tuple[Tensor, None, None, None]:
+        layer, (qkv_TkgH, *rstds) = ctx.layer, ctx.saved_tensors
+        queries, wide = qkv_TkgH.shape[2] - 2, rstds[0].dtype
+        split = [queries, 1, 1]
+        weights = _ProjectionNorm.weights(layer, wide)
+        params = (layer.q_weight, layer.k_weight)
+
+        # With n = x * rstd and g = dy * weight: dx = rstd * (g - n * mean(g * n)), as in RMSNorm.
+        q, k, _ = qkv_TkgH.to(wide).split(split, 2)
+        normed = [x * rstd for x, rstd in zip((q, k), rstds, strict=True)]
+        dys = dy_TkgH.to(wide).split(split, 2)[:2]
+        for param, dy, n in zip(params, dys, normed, strict=True):
+            layer.accumulate_rowwise(param, (dy * n).sum(0).view(param.shape))
+        gs = [dy * weight for dy, weight in zip(dys, weights, strict=True)]
+        means = layer.sums(*(g * n for g, n in zip(gs, normed, strict=True)))
+        dqkv_TkgH = dy_TkgH.clone(memory_format=torch.contiguous_format)
+        parts = dqkv_TkgH.split(split, 2)[:2]
+        for part, g, n, mean, rstd in zip(parts, gs, normed, means, rstds, strict=True):
+            part.copy_((g - n * mean) * rstd)
+        return dqkv_TkgH, None, None, None
+
+    @staticmethod
+    def weights(layer: ProjectionNorm, dtype: torch.dtype) -> list[Tensor]:
+        """The offset added to both weights, [k, g, H] and [k, 1, H]."""
+        pair = (layer.q_weight, layer.k_weight.unsqueeze(1))
+        return [weight.detach().to(dtype) + layer.offset for weight in pair]

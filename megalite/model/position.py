@@ -13,15 +13,25 @@ import torch
 from torch import Tensor
 
 from megalite import kernels
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, Rotation
 from megalite.layout.sharding import ShardSpec
 from megalite.tensor_parallel.context import LayerContext, ShardedModule
 
 
 def rotary_tables(
-    config: ModelConfig, seq_length: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    rotation: Rotation,
+    seq_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq_length, R/2] for the config's positions; with R = 0 nothing is rotated."""
+    """cos and sin [seq_length, R/2] for a kind of layers; with R = 0 nothing is rotated."""
+    if rotation == "none":
+        return kernels.rope_tables(seq_length, 0, config.rope_theta, dtype, device)
+    if rotation == "local":
+        theta = config.rope_local_theta
+        assert theta is not None, "a local rotation has a base of its own"
+        return kernels.rope_tables(seq_length, config.rotary_size, theta, dtype, device)
     factor, length = config.rope_factor, config.rope_original_max_position
     scaling: kernels.RopeScaling | None = None
     if config.rope_scaling == "linear":

@@ -1,12 +1,14 @@
-"""The order of a microbatch's tokens: mask, rotary tables, and place for dropout."""
+"""The order of a microbatch's tokens: masks, rotary tables, and place for dropout."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from megalite.config import Rotation
 from megalite.model.cache import Cache
 from megalite.model.dropout import DropoutAt
 
@@ -18,14 +20,14 @@ Masks = dict[tuple[tuple[int, ...], int | None], Any]
 class Sequences:
     """The part of a microbatch's input that all layers share.
 
-    mask: the pairs of tokens that attend, in the kernels' form. cos_sh, sin_sh: rotary tables
-    [s, R/2]; token t of the microbatch has position t mod s. dropout: the place of the microbatch
-    in its step; None drops nothing. cache: has the keys and values of texts that grow; the tables
-    then have a row for each token, s = T.
+    A layer reads the mask and the tables of its kind. masks: the pairs of tokens that attend, by
+    window, in the kernels' form. tables: cosines and sines [s, R/2] by rotation; token t of the
+    microbatch has position t mod s. dropout: the place of the microbatch in its step; None drops
+    nothing. cache: has the keys and values of texts that grow; the tables then have a row for each
+    token, s = T.
     """
 
-    mask: Any
-    cos_sh: Tensor
-    sin_sh: Tensor
+    masks: Mapping[int | None, Any]
+    tables: Mapping[Rotation, tuple[Tensor, Tensor]]
     dropout: DropoutAt | None = None
     cache: Cache | None = None

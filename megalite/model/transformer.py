@@ -8,7 +8,7 @@ Shapes: T tokens of a microbatch, D model, V padded vocabulary; t = T / tp, v = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -89,7 +89,14 @@ class Transformer(nn.Module):
         self.first, self.last = stage.first, stage.last
         self.seq_length, self.loss_chunk_tokens = seq_length, loss_chunk_tokens
         self.before_section: Callable[[int], None] | None = None
-        self.rope = rotary_tables(config, seq_length, context.dtype, context.device)
+        kinds = [config.kind_of(layer) for layer in stage.layers]
+        self.windows = list(dict.fromkeys(kind.window for kind in kinds))
+        self.rope = {
+            kind.rotation: rotary_tables(
+                config, kind.rotation, seq_length, context.dtype, context.device
+            )
+            for kind in {kind.rotation: kind for kind in kinds}.values()
+        }
         listed = stage_parameters(config, stage, context.sequence_parallel)
         specs = {spec.name: spec for spec in listed}
 
@@ -167,8 +174,8 @@ class Transformer(nn.Module):
         assert not (
             self.config.has_dropout and torch.is_grad_enabled() and micro_batch.dropout is None
         ), "a batch to train on says where it stands, or nothing would be dropped"
-        mask = self._mask(micro_batch.cu_seqlens, micro_batch.masks)
-        sequences = self._sequences(len(micro_batch.token_T), mask, micro_batch.dropout)
+        masks = self._masks(micro_batch.cu_seqlens, micro_batch.masks)
+        sequences = self._sequences(len(micro_batch.token_T), masks, micro_batch.dropout)
         x, delta = self.hidden(x, micro_batch.token_T, sequences, micro_batch.position_T)
         if not self.last:
             return sum_of(x, delta)
@@ -228,7 +235,7 @@ class Transformer(nn.Module):
         """Logits [T, true vocabulary] of one sequence; needs the whole model (tp = pp = 1)."""
         assert len(self.layers) == self.config.num_layers, "logits needs the whole model"
         assert self.context.tp.size == 1, "logits needs the whole vocabulary"
-        sequences = self._sequences(len(token_T), self._mask([0, len(token_T)], {}))
+        sequences = self._sequences(len(token_T), self._masks([0, len(token_T)], {}))
         logits: Tensor = self.head(self.final(*self.hidden(None, token_T, sequences)))
         return logits[:, : self.config.vocab_size]
 
@@ -255,9 +262,11 @@ class Transformer(nn.Module):
             [p for start, n in zip(starts, counts, strict=True) for p in range(start, start + n)],
             device=device,
         )
-        cos, sin = (table[position_T] for table in self.rope)
-        mask = self._mask(ends, {}) if reads_texts else None
-        sequences = Sequences(mask, cos, sin, cache=cache)
+        tables = {
+            kind: (cos[position_T], sin[position_T]) for kind, (cos, sin) in self.rope.items()
+        }
+        masks = self._masks(ends, {}) if reads_texts else dict.fromkeys(self.windows)
+        sequences = Sequences(masks, tables, cache=cache)
         x, delta = self.hidden(None, token_T, sequences, position_T)
 
         # The norm and the head only of what is asked for: prompts have many tokens.
@@ -267,17 +276,22 @@ class Transformer(nn.Module):
         parts = comm.all_gather(logits_Bv, tp).view(tp.size, *logits_Bv.shape)
         return parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
 
-    def _sequences(self, num_tokens: int, mask: Any, dropout: DropoutAt | None = None) -> Sequences:
+    def _sequences(
+        self, num_tokens: int, masks: Mapping[int | None, Any], dropout: DropoutAt | None = None
+    ) -> Sequences:
         """The layers' input for tokens of which token t has position t mod S."""
         length = min(self.seq_length, num_tokens)
-        return Sequences(mask, self.rope[0][:length], self.rope[1][:length], dropout)
+        tables = {kind: (cos[:length], sin[:length]) for kind, (cos, sin) in self.rope.items()}
+        return Sequences(masks, tables, dropout)
 
-    def _mask(self, cu_seqlens: Sequence[int], masks: Masks) -> Any:
-        """The mask of a microbatch, out of `masks` or made and put there."""
-        key = (tuple(cu_seqlens), self.config.sliding_window)
-        if key not in masks:
-            masks[key] = self.context.ops.attention_mask(*key, self.context.device)
-        return masks[key]
+    def _masks(self, cu_seqlens: Sequence[int], masks: Masks) -> dict[int | None, Any]:
+        """The masks of a microbatch by window, out of `masks` or made and put there."""
+        bounds = tuple(cu_seqlens)
+        for window in self.windows:
+            if (bounds, window) not in masks:
+                made = self.context.ops.attention_mask(bounds, window, self.context.device)
+                masks[bounds, window] = made
+        return {window: masks[bounds, window] for window in self.windows}
 
     def _enter_section(self, section: int) -> None:
         if self.before_section is not None:

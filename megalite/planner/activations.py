@@ -4,7 +4,7 @@ Shapes: T tokens of the microbatch; t = T / tp under sequence parallelism, else 
 f = query heads, key/value heads and feed-forward width of this rank; H head dim.
 A layer keeps, in elements (Korthikanti et al., arXiv 2205.05198, counted for these layers):
 
-    4 t D            inputs and outputs of the two norms
+    4 t D            inputs and outputs of the two norms (6 t D of four, 3 t D of parallel blocks)
     T (n + 2k) H     rotated queries and keys, and values
     T n H            output of attention
     T f or 2 T f     input of the activation (2 T f where it is gated)
@@ -69,7 +69,7 @@ def microbatch_bytes(config: RunConfig, stage: ModelStage) -> MicrobatchBytes:
     layers = len(stage.layers)
 
     # A weight gradient needs the product's input and its output's gradient, until it is computed.
-    deferred = layers * element * _deferred_elements(size)
+    deferred = layers * element * _deferred_elements(config, size)
     if stage.first:
         deferred += element * size.gathered_hidden + _ROW_BYTES * size.tokens
     if stage.last and not config.train.loss_chunk_tokens:
@@ -116,19 +116,30 @@ def _statistics(config: RunConfig, size: _Sizes) -> int:
     return numbers * size.own_tokens * sum_bytes(config.train.dtype)
 
 
+def _norms(config: RunConfig) -> tuple[int, int]:
+    """(tensors [t, D], norms) that a layer keeps around its two blocks, whose inputs are kept, too.
+
+    A norm keeps its input; two parallel blocks share that of their first norms.
+    """
+    kept, norms = {"before": (4, 2), "after": (4, 2), "both": (6, 4)}[config.model.norm_place]
+    return kept - config.model.parallel_residual, norms
+
+
 def _layer_bytes(config: RunConfig, size: _Sizes, recompute: str) -> int:
     """Bytes that a layer keeps of a microbatch for its backward."""
     element, wide = BYTES[config.train.dtype], sum_bytes(config.train.dtype)
     if recompute == "full":
         return element * size.hidden
-    elements = 4 * size.hidden + size.qkv + size.attention_output + size.activation_input
-    statistics = 2 * _statistics(config, size)
+    kept, norms = _norms(config)
+    elements = kept * size.hidden + size.qkv + size.attention_output + size.activation_input
+    statistics = norms * _statistics(config, size)
     if recompute == "none":
         elements += size.activation_output
         statistics += size.heads * size.tokens * wide
         if config.model.qk_norm:  # the packed heads before the norm, beside those after it
             elements += size.qkv
-            statistics += size.head_norms * wide
+            whole = config.model.qk_norm_over == "projection"
+            statistics += (2 * size.tokens if whole else size.head_norms) * wide
     masks = 2 * size.hidden if _keeps_masks(config, config.model.residual_dropout) else 0
     return element * elements + statistics + masks
 
@@ -155,11 +166,17 @@ def _end_bytes(config: RunConfig, size: _Sizes, stage: ModelStage) -> int:
     return total
 
 
-def _deferred_elements(size: _Sizes) -> int:
-    """Elements of the inputs of a layer's four products, and of their outputs' gradients."""
+def _deferred_elements(config: RunConfig, size: _Sizes) -> int:
+    """Elements of the inputs of a layer's four products, and of their outputs' gradients.
+
+    Blocks side by side have the same gradient of their outputs, unless each is changed on its way.
+    """
+    model = config.model
+    changed = model.residual_multiplier != 1 or model.residual_dropout > 0
+    same = model.parallel_residual and not changed and not config.parallel.sequence_parallel
     inputs = 2 * size.gathered_hidden + size.attention_output + size.activation_output
     output_grads = size.qkv + 2 * size.gathered_hidden + size.activation_input
-    return inputs + output_grads
+    return inputs + output_grads - (size.gathered_hidden if same else 0)
 
 
 def _layer_working_bytes(config: RunConfig, size: _Sizes) -> int:

@@ -99,15 +99,17 @@ def forward_flops(model: ModelConfig, seq_length: int) -> Flops:
     et al. 2021, appendix, with q heads; grouping kv heads saves none of it). The causal half is
     exactly half of that, without the diagonal's share of 1/S. With a window of W < S tokens the
     first W of them see half of W on average and the others W: W - W^2 / 2S keys instead of S / 2.
+    Each layer counts with its own window.
     """
     counts = parameter_counts(model)
-    window = min(model.sliding_window or seq_length, seq_length)
-    scores = 4 * model.num_heads * model.head_size * seq_length * model.num_layers
+    scores = 4 * model.num_heads * model.head_size * seq_length  # of a layer
+    windows = [min(kind.window or seq_length, seq_length) for kind in model.kinds]
+    seen = sum(window * (2 * seq_length - window) for window in windows)
     return Flops(
         embedding=0,
         qkv=2 * counts["qkv"],
-        attention_full=scores,
-        attention_causal=scores * window * (2 * seq_length - window) // (2 * seq_length**2),
+        attention_full=scores * model.num_layers,
+        attention_causal=scores * seen // (2 * seq_length**2),
         attention_out=2 * counts["attention_out"],
         mlp=2 * counts["mlp"],
         head=2 * model.vocab_size * model.hidden_size,

@@ -90,20 +90,36 @@ def layer_parameters(
 
     # A group of the packed projection holds its query heads, then its key, then its value, so that
     # tensor parallelism cuts whole groups.
-    yield from _norm(model, f"{name}.attention_norm", layer, partial)
+    before, after = model.norm_place != "after", model.norm_place != "before"
+    if before:
+        yield from _norm(model, f"{name}.attention_norm", layer, partial)
     packed = (groups, heads // groups + 2, head, hidden)
     qkv = Matrices(1, (heads // groups, 1, 1))
     yield from _column(model, f"{name}.attention.qkv", "qkv", layer, packed, 0, qkv, model.qkv_bias)
-    if model.qk_norm:  # each tp rank norms its own heads
+    start = 1.0 - model.norm_offset
+    if model.qk_norm and model.qk_norm_over == "head":  # each tp rank norms its own heads
         for kind in ("q", "k"):
-            start = 1.0 - model.norm_offset
             yield _norm_vector(f"{name}.attention.{kind}_norm.weight", layer, head, start, True)
+    elif model.qk_norm:  # a weight for each element, cut as the heads are
+        for kind, size in (("q", (groups, heads // groups, head)), ("k", (groups, head))):
+            yield ShardSpec(
+                f"{name}.attention.{kind}_norm.weight",
+                size,
+                0,
+                role="norm",
+                layer=layer,
+                init=Init(value=start),
+                decay=False,
+            )
     shape = (hidden, heads * head)
     bias = model.attention_out_bias
     yield from _row(model, f"{name}.attention.out", "attention_out", layer, shape, bias, partial)
+    if after:
+        yield from _norm(model, f"{name}.attention_post_norm", layer, partial)
 
     # A gated block packs gate and up projection into one, [2, F, D].
-    yield from _norm(model, f"{name}.mlp_norm", layer, partial)
+    if before:
+        yield from _norm(model, f"{name}.mlp_norm", layer, partial)
     bias = model.mlp_bias
     if model.gated:
         gate_up, both = (2, ffn, hidden), Matrices(0, (1, 1))
@@ -112,6 +128,8 @@ def layer_parameters(
         up = (ffn, hidden)
         yield from _column(model, f"{name}.mlp.up", "mlp", layer, up, 0, _ONE_MATRIX, bias)
     yield from _row(model, f"{name}.mlp.down", "mlp", layer, (hidden, ffn), bias, partial)
+    if after:
+        yield from _norm(model, f"{name}.mlp_post_norm", layer, partial)
 
 
 def _table(model: ModelConfig, name: str, role: Role) -> ShardSpec:

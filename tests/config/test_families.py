@@ -205,8 +205,46 @@ def test_a_scaling_that_depends_on_the_text_is_refused_by_name(value: str, tmp_p
 
 def test_an_embedding_multiplier_is_a_number_or_the_root_of_the_width(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(to_toml(of("llama", model__embedding_multiplier=12.0)))
-    for given, factor in (("2.5", 2.5), ("3", 3.0), ("sqrt_hidden", 8.0)):
+    for given, factor in (("2.5", 2.5), ("3", 3.0), ("none", 8.0)):
         loaded = load_config(tmp_path / "run.toml", [f"model.embedding_multiplier={given}"]).config
         assert loaded.model.embedding_factor == factor
         (tmp_path / "again.toml").write_text(to_toml(loaded))
         assert load_config(tmp_path / "again.toml").config == loaded
+
+
+def test_kinds_of_layers_repeat_over_the_model() -> None:
+    settings: dict[str, Any] = {
+        "model__sliding_window": 7,
+        "model__rope_local_theta": 5.0,
+        "model__layers": ["window", "full", "window_nope"],
+    }
+    tried = of("llama", **settings)
+    assert check_config(tried) == []
+    windows = [(kind.window, kind.rotation) for kind in tried.model.kinds]
+    three = [(7, "local"), (None, "global"), (7, "none")]
+    assert windows == [three[layer % 3] for layer in range(8)]
+    assert {kind.rotation for kind in of("gpt2").model.kinds} == {"none"}
+    assert {kind.window for kind in of("mistral").model.kinds} == {4096}
+
+
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        ({"layers": ["window", "full"]}, "model.layers has layers with a window, but model.slid"),
+        ({"layers": ["full"] * 9}, "model.layers has 9 kinds, more than model.num_layers=8; give"),
+        ({"layers": ["full_nope"], "positions": "learned"}, "model.layers has layers without rot"),
+        ({"layers": ["full"], "sliding_window": 8}, "model.sliding_window=8 has no effect: no lay"),
+        (
+            {"rope_local_theta": 5.0},
+            "model.rope_local_theta=5 has no effect: no layer has a window",
+        ),
+        ({"qk_norm_over": "projection"}, "model.qk_norm_over=projection has no effect: queries an"),
+        (
+            {"parallel_residual": True, "norm_place": "after"},
+            "model.parallel_residual=true needs model.norm_place=before, got after; change one of",
+        ),
+    ],
+)
+def test_kinds_and_parts_of_layers_that_do_not_fit(settings: dict[str, Any], start: str) -> None:
+    (line,) = check_config(of("llama", **{f"model__{key}": v for key, v in settings.items()}))
+    assert line.startswith(start)

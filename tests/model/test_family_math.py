@@ -166,6 +166,13 @@ def test_masked_scores_are_those_that_the_mask_leaves(window) -> None:
     assert got == pytest.approx(each * int(seen.sum()), rel=0.01)
 
 
+def test_each_layer_counts_with_its_own_window() -> None:
+    mixed = model_config(num_layers=3, sliding_window=4, layers=["window", "full"])
+    windowed, plain = (model_config(num_layers=1, sliding_window=w) for w in (4, None))
+    each = [forward_flops(config, 64).attention_causal for config in (windowed, plain)]
+    assert forward_flops(mixed, 64).attention_causal == pytest.approx(2 * each[0] + each[1], abs=1)
+
+
 def test_masks_never_change_the_full_count() -> None:
     plain, windowed = model_config(), model_config(sliding_window=3)
     full: list[Flops] = [forward_flops(c, 64) for c in (plain, windowed)]

@@ -34,9 +34,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TRAITS: dict[str, dict[str, Any]] = {
     "gated gelu": {"family": "llama", "activation": "geglu", "mlp_bias": True},
     "squared relu": {"family": "llama", "activation": "relu2", "attention_out_bias": True},
+    "after": {
+        "family": "llama",
+        "norm_place": "after",
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+    },
+    "layers": {
+        "family": "llama",
+        "layers": ["window", "full_nope", "full"],
+        "sliding_window": 5,
+        "rope_local_theta": 30.0,
+        "norm_place": "both",
+    },
+    "parallel": {"family": "gpt2", "max_positions": SEQ_LENGTH, "parallel_residual": True},
     "multipliers": {
         "family": "llama",
-        "embedding_multiplier": "sqrt_hidden",
+        "embedding_multiplier": None,
         "residual_multiplier": 0.4,
         "attention_multiplier": 0.2,
         "logits_scaling": 3.0,

@@ -45,6 +45,10 @@ LAYOUTS: list[tuple[Case, Changes]] = [
         Case(m=2, micro_batch=4, pp=3, family="multipliers"),
         {"model": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0}},
     ),
+    (Case(m=2, micro_batch=4, pp=3, family="after"), {}),
+    # a window that hides nothing: where it does, torch keeps scores on the CPU
+    (Case(m=2, micro_batch=4, pp=3, family="layers"), {"model": {"sliding_window": 16}}),
+    (Case(m=2, micro_batch=4, pp=3, family="parallel"), {}),
     (  # so narrow a feed-forward that its working memory is no multiple of 32 columns
         Case(m=2, micro_batch=4, pp=3),
         {

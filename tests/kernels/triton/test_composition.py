@@ -19,6 +19,8 @@ CASES = {
     "llama": Case(tp=2, sp=True, kv_heads=2, mask="documents", m=1),
     "gpt2": Case(tp=2, family="gpt2", dropout=True, tied=True, m=1, recompute="selective"),
     "gated gelu": Case(tp=2, family="gated gelu", m=1, recompute="selective"),
+    "layers": Case(tp=2, sp=True, family="layers", m=1, mask="documents"),
+    "after": Case(tp=2, family="after", m=1),
     "multipliers": Case(tp=2, sp=True, family="multipliers", kv_heads=2, m=1),
     "qwen3": Case(tp=2, sp=True, family="qwen3", kv_heads=2, m=1, chunk_tokens=5),
 }

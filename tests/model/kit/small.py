@@ -72,6 +72,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "embedding_dropout": 0.2,
     },
+    "layers": {
+        "num_layers": 5,
+        "layers": ["window", "full_nope", "full", "window_nope"],
+        "sliding_window": 3,
+        "rope_local_theta": 30.0,
+        "rope_scaling": "linear",
+        "norm_place": "both",
+        "norm_zero_centered": True,
+    },
+    "after": {
+        "norm_place": "after",
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "residual_dropout": 0.25,
+        "norm_zero_centered": True,
+    },
+    "parallel": {"family": "gpt2", "parallel_residual": True, "max_positions": SEQ_LENGTH},
     "geglu_tanh": {"activation": "geglu_tanh", "mlp_bias": True},
     "gelu": {"activation": "gelu", "mlp_bias": True, "qkv_bias": True},
     "relu2": {"activation": "relu2"},
@@ -147,11 +164,11 @@ def weights(stage: Transformer) -> dict[str, Tensor]:
     return {s.name: p.detach().double().requires_grad_() for p, s in stage.named_params()}
 
 
-def plain_rates(config: ModelConfig) -> Tensor:
-    """Angle per token of each pair that turns."""
+def plain_rates(config: ModelConfig, base: float | None = None) -> Tensor:
+    """Angle per token of each pair that turns; a base of its own is not scaled."""
     half = config.rotary_size // 2
-    rate = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / max(1, half))
-    if config.rope_scaling is None:
+    rate = (base or config.rope_theta) ** (-torch.arange(half, dtype=torch.float64) / max(1, half))
+    if config.rope_scaling is None or base is not None:
         return rate
     if config.rope_scaling == "linear":
         return rate / config.rope_factor
@@ -196,13 +213,11 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
     document = torch.zeros(tokens, dtype=torch.int64)
     for number, (start, stop) in enumerate(pairwise(batch.cu_seqlens)):
         document[start:stop] = number
-    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    seen &= document[:, None] == document[None, :]
-    if config.sliding_window is not None:
-        seen &= place[:, None] - place[None, :] < config.sliding_window
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    causal &= document[:, None] == document[None, :]
+    names = config.layers or (["full"] if config.sliding_window is None else ["window"])
     position, residual_p = place % SEQ_LENGTH, config.residual_dropout
     one = 1.0 if config.norm_zero_centered else 0.0
-    gain = plain_gain(config)
 
     def linear(x: Tensor, name: str) -> Tensor:
         y = x @ weight[f"{name}.weight"].flatten(0, -2).t()
@@ -216,14 +231,18 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
         return y + weight[f"{name}.bias"] if config.norm == "layernorm" else y
 
     def head_norm(x: Tensor, name: str) -> Tensor:
+        if config.qk_norm_over == "projection":
+            x = x.flatten(1)
         y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + config.norm_eps)
-        return y * (one + weight[f"{name}.weight"])
+        y = y * (one + weight[f"{name}.weight"].flatten())
+        return y.view(tokens, -1, config.head_size)
 
-    def turn(x: Tensor) -> Tensor:
-        angle = (position[:, None] * plain_rates(config))[:, None, :]
+    def turn(x: Tensor, base: float | None) -> Tensor:
+        angle = (position[:, None] * plain_rates(config, base))[:, None, :]
         half = angle.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         first, second = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        gain = plain_gain(config) if base is None else 1.0
         return torch.cat([gain * first, gain * second, rest], -1)
 
     def attend(x: Tensor, layer: int) -> Tensor:
@@ -235,7 +254,15 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
             q, k = head_norm(q, f"{name}.q_norm"), head_norm(k, f"{name}.k_norm")
         k, v = (part.repeat_interleave(heads // groups, 1) for part in (k, v))
         scale = config.attention_multiplier or q.shape[-1] ** -0.5
-        scores = torch.einsum("tnh,snh->nts", turn(q), turn(k)) * scale
+        kind = names[layer % len(names)]
+        seen = causal
+        if kind.startswith("window"):
+            assert config.sliding_window is not None
+            seen = causal & (place[:, None] - place[None, :] < config.sliding_window)
+        if not kind.endswith("nope"):
+            base = config.rope_local_theta if kind == "window" else None
+            q, k = turn(q, base), turn(k, base)
+        scores = torch.einsum("tnh,snh->nts", q, k) * scale
         shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         shares = masks.drop_weights(shares, config.attention_dropout, batch.dropout, layer)
         return linear(torch.einsum("nts,snh->tnh", shares, v).flatten(1), f"{name}.out")
@@ -262,15 +289,24 @@ def plain_logits(config: ModelConfig, weight: dict[str, Tensor], batch: Batch) -
         )
 
     given = config.embedding_multiplier
-    factor = math.sqrt(config.hidden_size) if given == "sqrt_hidden" else given
+    factor = math.sqrt(config.hidden_size) if given is None else given
     x = weight["embedding.weight"][batch.token_T] * factor
     if config.positions == "learned":
         x = x + weight["position.weight"][position]
     x = masks.drop_rows(x, config.embedding_dropout, batch.dropout, -1, "embedding")
+
+    def block(x: Tensor, layer: int, name: str, function: Any) -> Tensor:
+        if config.norm_place != "after":
+            x = norm(x, f"layers.{layer}.{name}_norm")
+        y = function(x, layer)
+        if config.norm_place != "before":
+            y = norm(y, f"layers.{layer}.{name}_post_norm")
+        return drop(y, layer, f"{name} output")
+
     for layer in range(config.num_layers):
-        name = f"layers.{layer}"
-        x = x + drop(attend(norm(x, f"{name}.attention_norm"), layer), layer, "attention output")
-        x = x + drop(feed_forward(norm(x, f"{name}.mlp_norm"), layer), layer, "mlp output")
+        attended = x + block(x, layer, "attention", attend)
+        source = x if config.parallel_residual else attended
+        x = attended + block(source, layer, "mlp", feed_forward)
     head = weight["embedding.weight" if config.tie_embeddings else "head.weight"]
     return norm(x, "final_norm") @ head.t() / config.logits_scaling
 

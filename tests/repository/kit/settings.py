@@ -122,7 +122,11 @@ def values_text(info: FieldInfo, in_list: bool) -> str:
             texts += [f"`{toml_value(choice)}`" for choice in typing.get_args(kind)]
         elif is_list(kind):
             (item,) = alternatives(typing.get_args(kind)[0])
-            texts.append(f"list of {names[item.__name__]}{'' if item is str else 's'}")
+            if typing.get_origin(item) is typing.Literal:
+                shown = ", ".join(f"`{toml_value(choice)}`" for choice in typing.get_args(item))
+                texts.append(f"list of {shown}")
+            else:
+                texts.append(f"list of {names[item.__name__]}{'' if item is str else 's'}")
         else:
             texts.append(names[kind.__name__] + bounds(info))
     return ", ".join(texts)
