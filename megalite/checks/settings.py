@@ -15,6 +15,7 @@ from megalite.checks.lengths import training_problems
 from megalite.checks.precision import precision_problems
 from megalite.config import RunConfig
 from megalite.config.effect import without_effect
+from megalite.config.families import family_defaults
 from megalite.config.inputs import data_problems
 from megalite.config.load import DEFAULT, OVERRIDE
 from megalite.config.names import default_of, toml_value, value_of
@@ -159,17 +160,18 @@ def _layers(config: RunConfig) -> Iterator[str]:
     """Kinds and parts of layers that do not fit each other."""
     model = config.model
     names = model.layers or []
-    if len(names) > model.num_layers:
+    own = names != family_defaults(model.family).get("layers", [])  # of a family's, any part goes
+    if own and len(names) > model.num_layers:
         yield (
             f"model.layers has {len(names)} kinds, more than model.num_layers={model.num_layers}; "
             "give those of the model, or fewer that repeat"
         )
-    if model.sliding_window is None and any("window" in name for name in names):
+    if own and model.sliding_window is None and any("window" in name for name in names):
         yield (
             "model.layers has layers with a window, but model.sliding_window is not set; set it, "
             "or use full"
         )
-    if model.positions == "learned" and any("nope" in name for name in names):
+    if own and model.positions == "learned" and any("nope" in name for name in names):
         yield (
             "model.layers has layers without rotation, but model.positions=learned turns nothing; "
             "use full or window"

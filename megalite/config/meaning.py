@@ -36,7 +36,19 @@ def function_settings(config: RunConfig) -> dict[str, Any]:
     names = [name for name in keys() if name.startswith("model.") and name not in idle]
     found = {name: value_of(config, name) for name in names}
     model = config.model
-    return found | {"model.num_kv_heads": model.kv_heads, "model.head_dim": model.head_size}
+    # The numbers that open settings stand for. A base of their own is one of the windowed layers
+    # only where it, or its lack of scaling, tells them from the others.
+    local = model.rope_local_theta
+    if local == model.rope_theta and model.rope_scaling is None:
+        local = None
+    return found | {
+        "model.num_kv_heads": model.kv_heads,
+        "model.head_dim": model.head_size,
+        "model.embedding_multiplier": model.embedding_factor,
+        "model.attention_multiplier": model.attention_factor,
+        "model.layers": model.layer_names,
+        "model.rope_local_theta": local if "model.rope_local_theta" in found else None,
+    }
 
 
 # A family only gives defaults; padding rows are no tokens; the others are drawn in training.
@@ -85,7 +97,7 @@ _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "model.head_dim": lambda config: config.model.head_size,
     "model.vocab_pad_multiple": lambda config: config.model.padded_vocab_size,
     "model.sliding_window": effective_window,
-    "model.layers": lambda config: config.model.kinds,
+    "model.layers": lambda config: config.model.layer_names,
     "optimizer.groups": _groups,
     "data.sources": _sources,
     "data.split": _split,

@@ -74,7 +74,20 @@ class ModelConfig(Section):
     """
 
     # the family that gives the defaults of the other model settings
-    family: Literal["llama", "gpt2", "qwen2", "qwen3", "mistral"] = "llama"
+    family: Literal[
+        "llama",
+        "gpt2",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "gemma3",
+        "phi3",
+        "granite",
+        "gpt_neox",
+    ] = "llama"
     num_layers: int = Field(ge=1, le=100_000)  # transformer layers of the whole model
     hidden_size: int = Field(ge=1, le=2**24)  # elements of a token's hidden state
     num_heads: int = Field(ge=1, le=2**20)  # query heads; tp divides them
@@ -167,12 +180,16 @@ class ModelConfig(Section):
             )
         return value
 
+    @property
+    def layer_names(self) -> list[LayerName]:
+        """The name of every layer's kind, in order."""
+        alike: LayerName = "full" if self.sliding_window is None else "window"
+        names = self.layers or [alike]
+        return [names[layer % len(names)] for layer in range(self.num_layers)]
+
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a layer, by its global index."""
-        if self.layers is None:
-            windowed, rotated = self.sliding_window is not None, True
-        else:
-            windowed, rotated = _LAYERS[self.layers[layer % len(self.layers)]]
+        windowed, rotated = _LAYERS[self.layer_names[layer]]
         rotation: Rotation = "none"
         if rotated and self.positions == "rope":
             rotation = "local" if windowed and self.rope_local_theta is not None else "global"
@@ -193,6 +210,12 @@ class ModelConfig(Section):
         """The factor of token embeddings, before it is rounded."""
         given = self.embedding_multiplier
         return self.hidden_size**0.5 if given is None else given
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of attention scores."""
+        given = self.attention_multiplier
+        return self.head_size**-0.5 if given is None else given
 
     @property
     def kv_heads(self) -> int:

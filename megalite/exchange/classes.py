@@ -8,7 +8,7 @@ so by hand. Defaults are those that transformers' class takes where a file leave
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,13 +25,15 @@ from megalite.exchange.keys import (
     HeadDim,
     InnerSize,
     KeyValueHeads,
+    Layers,
+    NeoXDropout,
     Only,
-    SwitchedWindow,
+    QueryScalar,
     Trait,
     Value,
     Window,
 )
-from megalite.exchange.rope import Rope
+from megalite.exchange.rope import LayerRope, Rope
 from megalite.exchange.tensors import Names, Stacked, Theirs
 
 
@@ -119,6 +121,12 @@ _PLAIN = {
     "relu2": "relu2",
 }
 _NO_OTHER_BIAS = {"attention_out_bias": False, "mlp_bias": False}
+_OLMO = {
+    "norm_place": "after",
+    "qk_norm": True,
+    "qk_norm_over": "projection",
+    "mlp_bias": False,
+}
 _ROPE_LAYER: Mapping[str, Theirs] = {
     "attention_norm": "input_layernorm",
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -140,10 +148,25 @@ _ROPE_NAMES = Names(
     base="model.",
     ignored=(r"(.*\.)?rotary_emb\.inv_freq",),
 )
+_POST_NORMS: Mapping[str, Theirs] = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_POST_NAMES = replace(_ROPE_NAMES, layer={**_ROPE_LAYER, **_POST_NORMS})
 
 
 def _rope_traits(
-    vocab_size: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None
+    vocab_size: int,
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    activation: Trait | None = None,
 ) -> tuple[Trait, ...]:
     """The traits that all classes of Llama's build share, with one class's default sizes."""
     return (
@@ -153,11 +176,11 @@ def _rope_traits(
         Value("num_hidden_layers", "num_layers", layers),
         Value("num_attention_heads", "num_heads", heads),
         KeyValueHeads(kv_heads),
-        Value("rms_norm_eps", "norm_eps", 1e-6),
+        Value("rms_norm_eps", "norm_eps", eps),
         Value("initializer_range", "init_std", 0.02),
         Value("attention_dropout", "attention_dropout", 0.0),
-        Value("tie_word_embeddings", "tie_embeddings", False),
-        Choice("hidden_act", "activation", _GATED, "silu"),
+        Value("tie_word_embeddings", "tie_embeddings", tied),
+        activation or Choice("hidden_act", "activation", _GATED, "silu"),
         Always({"norm": "rmsnorm", "positions": "rope"}),
         *_NO_DECODER_OF_ANOTHER,
     )
@@ -199,7 +222,7 @@ CLASSES: tuple[StockClass, ...] = (
             *_rope_traits(151936, 4096, 22016, 32, 32, 32),
             HeadDim(None),
             Rope(),
-            SwitchedWindow(),
+            Layers(32, 4096, switch=True),
             Only("use_mrope", False, "rotation by several positions"),
             Always({"qk_norm": False, "qkv_bias": True, **_NO_OTHER_BIAS}),
         ),
@@ -214,7 +237,7 @@ CLASSES: tuple[StockClass, ...] = (
             *_rope_traits(151936, 4096, 22016, 32, 32, 32),
             HeadDim(128),
             Rope(),
-            SwitchedWindow(),
+            Layers(32, 4096, switch=True),
             AttentionBias(),
             Always({"qk_norm": True, "mlp_bias": False}),
         ),
@@ -293,6 +316,182 @@ CLASSES: tuple[StockClass, ...] = (
                 "summary_use_proj",
             }
         ),
+    ),
+    StockClass(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        "smollm3",
+        (
+            *_rope_traits(128256, 2048, 11008, 36, 16, 4, tied=True),
+            HeadDim(None),
+            Rope(theta=2_000_000.0),
+            Layers(36, None, nope=4, switch=True),
+            AttentionBias(),
+            Value("mlp_bias", "mlp_bias", False),
+            Always({"qk_norm": False}),
+        ),
+        _ROPE_NAMES,
+        idle=frozenset({"max_window_layers"}),
+    ),
+    StockClass(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        "olmo2",
+        (
+            *_rope_traits(50304, 4096, 11008, 32, 32, None, eps=1e-5),
+            HeadDim(None),
+            Rope(),
+            AttentionBias(),
+            Always({**_OLMO, "sliding_window": None}),
+        ),
+        _POST_NAMES,
+    ),
+    StockClass(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        "olmo3",
+        (
+            *_rope_traits(50304, 4096, 11008, 32, 32, None, eps=1e-5),
+            HeadDim(None),
+            LayerRope(500_000.0),
+            Layers(32, 4096, period=4),
+            AttentionBias(),
+            Always(_OLMO),
+        ),
+        _POST_NAMES,
+    ),
+    StockClass(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        "gemma3",
+        (
+            *_rope_traits(
+                262_208,
+                2304,
+                9216,
+                26,
+                8,
+                4,
+                tied=True,
+                activation=Choice("hidden_activation", "activation", _GATED, "gelu_pytorch_tanh"),
+            ),
+            HeadDim(256),
+            LayerRope(1_000_000.0, 10_000.0, "rope_local_base_freq"),
+            Layers(26, 4096, period=6),
+            AttentionBias(),
+            QueryScalar(256),
+            Only("final_logit_softcapping", None, "caps of logits"),
+            Only("attn_logit_softcapping", None, "caps of attention scores"),
+            Only("use_bidirectional_attention", False, "attention to later tokens"),
+            Always(
+                {
+                    "norm_zero_centered": True,
+                    "norm_place": "both",
+                    "qk_norm": True,
+                    "mlp_bias": False,
+                    "embedding_multiplier": None,
+                }
+            ),
+        ),
+        _POST_NAMES,
+        idle=frozenset({"sliding_window_pattern", "_sliding_window_pattern"}),
+    ),
+    StockClass(
+        "Phi3ForCausalLM",
+        "phi3",
+        "phi3",
+        (
+            *_rope_traits(32064, 3072, 8192, 32, 32, None, eps=1e-5),
+            HeadDim(None),
+            Rope(partial=True, scales=()),
+            Window(None),
+            Value("resid_pdrop", "residual_dropout", 0.0),
+            Value("embd_pdrop", "embedding_dropout", 0.0),
+            Always({"qk_norm": False, "qkv_bias": False, **_NO_OTHER_BIAS}),
+        ),
+        replace(
+            _ROPE_NAMES,
+            layer={
+                **_ROPE_LAYER,
+                "attention.qkv": Stacked("self_attn.qkv_proj"),
+                "mlp.gate_up": "mlp.gate_up_proj",
+            },
+        ),
+        idle=frozenset({"original_max_position_embeddings"}),
+    ),
+    StockClass(
+        "GraniteForCausalLM",
+        "granite",
+        "granite",
+        (
+            *_rope_traits(32000, 4096, 11008, 32, 32, None),
+            HeadDim(None),
+            Rope(),
+            AttentionBias(),
+            Value("mlp_bias", "mlp_bias", False),
+            Value("embedding_multiplier", "embedding_multiplier", 1.0, "embedding_factor"),
+            Value("attention_multiplier", "attention_multiplier", 1.0, "attention_factor"),
+            Value("residual_multiplier", "residual_multiplier", 1.0),
+            Value("logits_scaling", "logits_scaling", 1.0),
+            Always({"qk_norm": False, "sliding_window": None}),
+        ),
+        _ROPE_NAMES,
+    ),
+    StockClass(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        "gpt_neox",
+        (
+            Value("vocab_size", "vocab_size", 50432),
+            Value("hidden_size", "hidden_size", 6144),
+            Value("intermediate_size", "ffn_hidden_size", 24576),
+            Value("num_hidden_layers", "num_layers", 44),
+            Value("num_attention_heads", "num_heads", 64),
+            Value("layer_norm_eps", "norm_eps", 1e-5),
+            Value("initializer_range", "init_std", 0.02),
+            Value("attention_dropout", "attention_dropout", 0.0),
+            NeoXDropout(),
+            Value("tie_word_embeddings", "tie_embeddings", False),
+            Choice("hidden_act", "activation", _PLAIN, "gelu"),
+            Value("use_parallel_residual", "parallel_residual", True),
+            AttentionBias(True),
+            Rope(
+                partial=True,
+                share=0.25,
+                older={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+            ),
+            Always(
+                {
+                    "norm": "layernorm",
+                    "positions": "rope",
+                    "mlp_bias": True,
+                    "qk_norm": False,
+                    "sliding_window": None,
+                    "num_kv_heads": None,
+                    "head_dim": None,
+                }
+            ),
+            *_NO_DECODER_OF_ANOTHER,
+        ),
+        Names(
+            outside={
+                "embedding": "gpt_neox.embed_in",
+                "final_norm": "gpt_neox.final_layer_norm",
+                "head": "embed_out",
+            },
+            prefix="gpt_neox.layers.{}.",
+            layer={
+                "attention_norm": "input_layernorm",
+                "attention.qkv": "attention.query_key_value",
+                "attention.out": "attention.dense",
+                "mlp_norm": "post_attention_layernorm",
+                "mlp.up": "mlp.dense_h_to_4h",
+                "mlp.down": "mlp.dense_4h_to_h",
+            },
+            base="gpt_neox.",
+            ignored=(r"(.*\.)?attention\.(masked_)?bias", r"(.*\.)?rotary_emb\.inv_freq"),
+        ),
+        idle=frozenset({"classifier_dropout", "is_decoder", "rope_pct"}),
     ),
 )
 

@@ -46,17 +46,21 @@ class Trait(Protocol):
 
 @dataclass(frozen=True)
 class Value:
-    """A key that is a setting. `default`: what the class takes where the key is left out."""
+    """A key that is a setting. `default`: what the class takes where the key is left out.
+
+    written: the property of the model to write, for a setting that may stay open.
+    """
 
     key: str
     setting: str
     default: Any
+    written: str = ""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         return {self.setting: file.get(self.key, self.default)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.key: getattr(model, self.setting)}
+        return {self.key: getattr(model, self.written or self.setting)}
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,10 @@ class InnerSize:
 class AttentionBias:
     """`attention_bias`: biases of query, key and value, and of the output projection."""
 
+    default: bool = False
+
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        found = file.get("attention_bias", False)
+        found = file.get("attention_bias", self.default)
         return {"qkv_bias": found, "attention_out_bias": found}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -179,37 +185,98 @@ class Window:
         return {"sliding_window": model.sliding_window}
 
 
+_WINDOWED = {"full_attention": False, "sliding_attention": True}
+
+
 @dataclass(frozen=True)
-class SwitchedWindow:
-    """Qwen's window: only with `use_sliding_window`, and from layer `max_window_layers` on."""
+class Layers:
+    """The kinds of layers: `layer_types`, `sliding_window`, and `no_rope_layers` of SmolLM3.
+
+    number: of layers, and window: the class's defaults. period: every such layer has full attention
+    where `layer_types` is left out; 0: all have. switch: `use_sliding_window` and
+    `max_window_layers` (Qwen) decide instead. nope: one layer in `nope` has no rotation where
+    `no_rope_layers` is left out; 0: the class has no such key.
+    """
+
+    number: int
+    window: int | None
+    period: int = 0
+    switch: bool = False
+    nope: int = 0
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        switched = file.get("use_sliding_window", False)
-        window = (
-            file.get("sliding_window", 4096) if switched else file.get("sliding_window") and None
-        )
-        first = file.get("max_window_layers", 28)
-        layers = file.get("num_hidden_layers", 32)
-        kinds = file.get("layer_types")
-        if kinds is None:
-            kinds = [
-                "sliding_attention" if window is not None and layer >= first else "full_attention"
-                for layer in range(layers if isinstance(layers, int) else 0)
-            ]
-        if set(kinds) == {"full_attention"}:
-            return {"sliding_window": None}
-        if set(kinds) != {"sliding_attention"}:
-            reason = "megalite has no windows in some layers alone"
-            file.refuse("layer_types", kinds, f"{reason}; it takes equal layers")
-        return {"sliding_window": window}
+        given = file.get("num_hidden_layers", self.number)
+        layers = range(given if isinstance(given, int) else 0)
+        window = file.get("sliding_window", self.window)
+        first = file.get("max_window_layers", 28) if self.switch else 0
+        if self.switch and not file.get("use_sliding_window", False):
+            window = None
+        kinds = file.get("layer_types") or self._default(file, window, layers, first)
+        unknown = sorted({kind for kind in kinds if kind not in _WINDOWED})
+        if unknown:
+            known = ", ".join(_WINDOWED)
+            file.refuse("layer_types", unknown, f"megalite has no such layers; it has {known}")
+            return {}
+        rotated = [True] * len(kinds)
+        if self.nope:
+            interval = file.get("no_rope_layer_interval", self.nope)
+            rotated = file.get("no_rope_layers") or [(i + 1) % interval != 0 for i in layers]
+        names = [
+            ("window" if _WINDOWED[kind] and window is not None else "full")
+            + ("" if rotates else "_nope")
+            for kind, rotates in zip(kinds, rotated, strict=False)
+        ]
+        has_window = any("window" in name for name in names)
+        return {
+            "sliding_window": window if has_window else None,
+            "layers": None if set(names) <= {"window"} or set(names) == {"full"} else names,
+        }
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        window, layers = model.sliding_window, model.num_layers
-        kind = "full_attention" if window is None else "sliding_attention"
-        first = {} if window is None else {"max_window_layers": 0}
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": [kind] * layers,
-            **first,
-        }
+        kinds, window = model.kinds, model.sliding_window
+        types = ["full_attention" if k.window is None else "sliding_attention" for k in kinds]
+        keys: dict[str, Any] = {"sliding_window": window, "layer_types": types}
+        if self.switch:
+            keys["use_sliding_window"] = window is not None
+            if "sliding_attention" in types:
+                keys["max_window_layers"] = types.index("sliding_attention")
+        if self.nope:
+            keys["no_rope_layers"] = [int(kind.rotation != "none") for kind in kinds]
+            keys["no_rope_layer_interval"] = self.nope
+        return keys
+
+    def _default(
+        self, file: ConfigFile, window: int | None, layers: range, first: int
+    ) -> list[str]:
+        """`layer_types` where a file leaves it out."""
+        if self.switch:
+            windowed = [window is not None and layer >= first for layer in layers]
+        else:
+            period = file.get("sliding_window_pattern", self.period) if self.period else 1
+            windowed = [(layer + 1) % period != 0 for layer in layers]
+        return ["sliding_attention" if each else "full_attention" for each in windowed]
+
+
+@dataclass(frozen=True)
+class QueryScalar:
+    """Gemma's `query_pre_attn_scalar`: scores are divided by its root."""
+
+    default: int
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        return {"attention_multiplier": file.get("query_pre_attn_scalar", self.default) ** -0.5}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"query_pre_attn_scalar": round(model.attention_factor**-2)}
+
+
+@dataclass(frozen=True)
+class NeoXDropout:
+    """`hidden_dropout`: of the embedding's output, and before each residual sum."""
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        found = file.get("hidden_dropout", 0.0)
+        return {"embedding_dropout": found, "residual_dropout": found}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"hidden_dropout": model.residual_dropout}

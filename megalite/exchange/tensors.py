@@ -123,7 +123,7 @@ def _parts(
 ) -> Iterator[Part]:
     """The parts of one of our tensors."""
     # All dims but a matrix's last, its inputs, are outputs; a vector has outputs alone.
-    is_vector = kind == "bias" or len(spec.shape) == 1
+    is_vector = kind == "bias" or spec.role == "norm"
     inputs = () if is_vector else spec.shape[-1:]
     transposed = inputs_first and not is_vector
 

@@ -35,6 +35,13 @@ LLAMA3 = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 40,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 40.0,
+    "factor": 4.0,
+    "beta_fast": 6.0,
+    "original_max_position_embeddings": 40,
+}
 # Every class, with each of its traits away from the default in one row or another.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -81,6 +88,66 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 6,
         "attention_bias": True,
         "hidden_act": "gelu_pytorch_tanh",
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        **SIZES,
+        "rope_parameters": THETA,
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "olmo2": {
+        "model_type": "olmo2",
+        **SIZES,
+        "rope_parameters": YARN,
+        "attention_bias": True,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        **SIZES,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": THETA},
+        "sliding_window": 5,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "head_dim": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 90.0, "factor": 3.0},
+            "sliding_attention": THETA,
+        },
+        "query_pre_attn_scalar": 7,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": False,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        **SIZES,
+        "rope_parameters": {**THETA, "partial_rotary_factor": 0.5},
+        "sliding_window": 5,
+    },
+    "granite": {
+        "model_type": "granite",
+        **SIZES,
+        "rope_parameters": THETA,
+        "embedding_multiplier": 5.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+        "mlp_bias": True,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+        "layer_norm_eps": 3e-3,
+        "rope_parameters": {**THETA, "partial_rotary_factor": 0.5},
     },
     "gpt2": {
         "model_type": "gpt2",

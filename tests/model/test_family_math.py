@@ -40,6 +40,22 @@ PUBLISHED = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
+    "smollm3-3b": 3_075_098_624,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "granite-3.0-2b": 2_533_531_648,
+    "granite-3.0-8b": 8_170_848_256,
+    "pythia-160m": 162_322_944,
+    "pythia-1b": 1_011_781_632,
+    "pythia-6.9b": 6_857_302_016,
     "mistral-7b": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
 }
@@ -59,7 +75,8 @@ def test_every_model_file_is_checked() -> None:
 def test_parameters_are_the_published_ones(name) -> None:
     assert parameter_counts(published(name)).total() == PUBLISHED[name]
     family = tomllib.loads((MODELS / f"{name}.toml").read_text())["model"]["family"]
-    assert name.startswith(family.rstrip("23"))
+    other = {"gpt_neox": "pythia", "gemma3": "gemma-3", "olmo2": "olmo-2", "olmo3": "olmo-3"}
+    assert name.startswith(other.get(family, family.rstrip("23")))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -73,20 +90,23 @@ def test_parameters_are_those_of_the_built_model(variant) -> None:
 
 # Modules of the stock classes whose products make a term.
 TERMS = {
-    "qkv": (".q_proj", ".k_proj", ".v_proj", ".c_attn"),
-    "attention_out": (".o_proj", ".attn.c_proj"),
+    "qkv": (".q_proj", ".k_proj", ".v_proj", ".c_attn", ".qkv_proj", ".query_key_value"),
+    "attention_out": (".o_proj", ".attn.c_proj", ".attention.dense"),
     "mlp": (".mlp",),
     "head": (".lm_head",),
 }
 
 
-STOCK = ["llama", "llama3", "gpt2", "qwen2", "qwen3", "mistral"]
+STOCK = [
+    *("llama", "llama3", "gpt2", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3"),
+    *("gemma3", "phi3", "granite", "gpt_neox"),
+]
 LENGTH = 24
 
 
 def small(variant: str) -> ModelConfig:
     sizes = {"hidden_size": 32, "num_layers": 3, "ffn_hidden_size": 44, "vocab_size": 101}
-    head_dim = None if variant == "gpt2" else 12
+    head_dim = None if variant in ("gpt2", "gpt_neox") else 12
     return model_config(
         **{**VARIANTS[variant], **sizes, "max_positions": LENGTH, "head_dim": head_dim}
     )

@@ -18,7 +18,9 @@ def stock_model(
 ) -> PreTrainedModel:
     """The untrained stock model of the same shape, in float64, without dropout."""
     row = class_for(config)
-    keys: dict[str, Any] = {row.positions_key: max_positions} | row.write(config)
+    # an embedding's row of padding would have no gradient
+    keys: dict[str, Any] = {row.positions_key: max_positions, "pad_token_id": None}
+    keys |= row.write(config)
     theirs = AutoConfig.for_model(**keys)
     model = AutoModelForCausalLM.from_config(theirs, attn_implementation=attention)
     assert type(model).__name__ == row.name
@@ -35,7 +37,8 @@ def as_theirs(config: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]
             if part.name not in found:
                 found[part.name] = tensor.new_zeros(part.shape)
             part.view(found[part.name]).copy_(tensor[part.box.slices()])
-    return found
+    # one class has its head under another name in files than in memory
+    return {name.replace("embed_out.", "lm_head."): tensor for name, tensor in found.items()}
 
 
 def fill(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
