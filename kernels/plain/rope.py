@@ -126,8 +126,11 @@ def rope_tables(
     # In float64, because a float32 angle near 10^6 radians is off by up to 0.03.
     position = torch.arange(length_tokens, dtype=torch.float64)
     angle = torch.outer(position, rate)
-    dtype, gain = sum_dtype(dtype), 1.0 if scaling is None else scaling.gain
-    return (angle.cos() * gain).to(device, dtype), (angle.sin() * gain).to(device, dtype)
+    cos, sin = angle.cos(), angle.sin()
+    if scaling is not None and scaling.gain != 1:
+        cos, sin = cos * scaling.gain, sin * scaling.gain
+    dtype = sum_dtype(dtype)
+    return cos.to(device, dtype), sin.to(device, dtype)
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
