@@ -106,9 +106,9 @@ class Transformer(nn.Module):
             if config.positions == "learned":
                 self.positions = PositionEmbedding(context, specs["position.weight"], seq_length)
             # rounded as a weight is, so that the factor does not depend on where it is applied
-            self.embedding_multiplier = torch.tensor(
-                config.embedding_factor, dtype=context.dtype
-            ).item()
+            factor = config.embedding_factor
+            rounded = torch.tensor(factor, dtype=context.dtype, device="cpu")
+            self.embedding_multiplier = 1.0 if factor == 1 else rounded.item()
             self.embedding_dropout = Dropout(context, config.embedding_dropout, -1, "embedding")
 
         self.layers = nn.ModuleList(
