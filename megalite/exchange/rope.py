@@ -76,8 +76,8 @@ class Rope:
         names = SCALINGS.get(kind, {})
         scaling = {"rope_type": kind}
         for key, ours in names.items():
-            value = getattr(model, ours)
-            scaling |= {} if value is None else {key: value}
+            value, optional = getattr(model, ours), _OPTIONAL.get(kind, {})
+            scaling |= {} if key in optional and value == optional[key] else {key: value}
         share = {"partial_rotary_factor": model.rope_fraction} if self.partial else {}
         both = {"rope_theta": model.rope_theta, **share}
         return {

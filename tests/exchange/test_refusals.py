@@ -40,7 +40,7 @@ def refused(folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "keys", "problem"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn': megalite "),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic': megalite scales"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "lacks factor, lacks low_freq_"),
         ("llama", {"rope_parameters": LLAMA3 | {"beta": 1}}, "has beta, which is unknown"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "has one rotation for all layers"),
@@ -59,8 +59,8 @@ def refused(folder: Path, **options: Any) -> str:
         ("gpt2", {"add_cross_attention": True}, "no attention to another model's states"),
         (
             "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None},
-            "megalite has no windows in some layers alone",
+            {"layer_types": ["full_attention", "chunked_attention"] * 2},
+            "megalite has no such layers; it has full_attention, sliding_attention",
         ),
     ],
 )
