@@ -18,6 +18,7 @@ from megalite.checkpoint.shard_file import DTYPES, ShardRead, dtype_name, read_s
 from megalite.distributed.agree import ALONE, Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError
 from megalite.layout.rectangles import Rectangle, intersect, split
+from megalite.wording import number_of
 
 _MAX_NAMED = 5  # tensors in one message
 _MEAN_ELEMENTS = 1 << 22  # of a table, in memory at a time
@@ -125,7 +126,8 @@ def _check(checkpoint: Checkpoint, piece: Piece, vocab_size: int | None) -> None
         )
     if rows is not None and rows > (piece.num_true_rows or 0):
         raise CheckpointError(
-            f"tensor {piece.name} has {rows} tokens in {checkpoint.path}, this run needs "
+            f"tensor {piece.name} has {number_of(rows, 'token')} in {checkpoint.path}, this "
+            "run needs "
             f"{piece.num_true_rows}; a vocabulary can grow, not shrink"
         )
     both_float = DTYPES[entry.dtype][0].is_floating_point and piece.data.is_floating_point()

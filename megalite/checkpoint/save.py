@@ -25,6 +25,7 @@ from megalite.checkpoint.store import check_sizes, publish, remove_leftovers, te
 from megalite.distributed.agree import ALONE, Ranks, on_all_ranks, on_first_rank
 from megalite.errors import CheckpointError, cannot_write
 from megalite.layout.rectangles import Rectangle
+from megalite.wording import number_of
 
 # A rank's account of its pieces: the "files" and "tensors" of its part of the manifest, as JSON.
 Table = dict[str, Any]
@@ -135,7 +136,7 @@ def write_pieces(directory: Path, pieces: Sequence[NamedPiece], rank: int, disk:
         written = write_shard(disk, directory / file_name, parts)
     except OSError as error:
         size_bytes = sum(part.numel() * part.element_size() for part in parts.values())
-        what = f"{directory / file_name} ({size_bytes} bytes)"
+        what = f"{directory / file_name} ({number_of(size_bytes, 'byte')})"
         raise CheckpointError(cannot_write(what, error)) from error
     return {"files": {file_name: written.model_dump()}, "tensors": tensors}
 

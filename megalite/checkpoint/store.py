@@ -13,6 +13,7 @@ from megalite.checkpoint.disk import Disk
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.names import LATEST, REPLACED, TMP, TRASH, step_name
 from megalite.errors import CheckpointError
+from megalite.wording import number_of
 
 
 def temporary_path(root: Path, step: int, attempt: str) -> Path:
@@ -80,7 +81,9 @@ def check_sizes(directory: Path, manifest: Manifest, names: list[str]) -> None:
             raise CheckpointError(f"{path} leads out of the checkpoint directory")
         size_bytes = path.stat().st_size
         if size_bytes != wanted:
-            raise CheckpointError(f"{path} has {size_bytes} bytes, the manifest says {wanted}")
+            raise CheckpointError(
+                f"{path} has {number_of(size_bytes, 'byte')}, the manifest says {wanted}"
+            )
 
 
 def delete(root: Path, checkpoints: Iterable[Path], disk: Disk) -> None:

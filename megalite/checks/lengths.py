@@ -13,6 +13,7 @@ from megalite.config import OptimizerConfig, RunConfig, TrainConfig
 from megalite.run.batch_plan import BatchPlan, batch_plan, horizon_steps, ramp_sizes
 from megalite.run.lr_phases import LrPhases, lr_phases
 from megalite.schedules.csv_form import FILE
+from megalite.wording import number_of
 
 _RAMP = ("batch_ramp_start", "batch_ramp_increment", "batch_ramp_samples", "batch_ramp_tokens")
 
@@ -85,7 +86,8 @@ def _length(config: RunConfig) -> Iterator[str]:
     steps = horizon_steps(config, batch_plan(config))
     if train.tokens is not None and train.steps not in (0, steps):
         yield (
-            f"train.steps={train.steps} and train.tokens={train.tokens} (which is {steps} steps) "
+            f"train.steps={train.steps} and train.tokens={train.tokens} (which is "
+            f"{number_of(steps, 'step')}) "
             "both say how long the run is; remove one"
         )
     start, unit = train.batch_ramp_start or 0, config.data.seq_length
@@ -134,7 +136,8 @@ def _within_a_step(
         given, least = getattr(optimizer, name), plan.global_batch(step) * seq_length
         if used and given is not None and given < least:
             yield (
-                f"optimizer.{name}={given} is less than the {least} tokens of the {which} step, so "
+                f"optimizer.{name}={given} is less than the {number_of(least, 'token')} of the "
+                f"{which} step, so "
                 f"that none {does}; use at least {least}, or remove it"
             )
 
@@ -181,7 +184,7 @@ def _phases(optimizer: OptimizerConfig, phases: LrPhases) -> Iterator[str]:
     name = "warmup_steps" if optimizer.warmup_tokens is None else "warmup_tokens"
     end = "decay_steps" if optimizer.decay_tokens is None else "decay_tokens"
     end_given = optimizer.decay_steps or optimizer.decay_tokens
-    as_tokens = f" ({warmup} tokens)" if given != warmup else ""
+    as_tokens = f" ({number_of(warmup, 'token')})" if given != warmup else ""
 
     in_place = "" if name.endswith(unit) else f" in place of optimizer.{name}"
     if warmup > phases.run:

@@ -12,6 +12,7 @@ from megalite.errors import ScheduleError
 from megalite.run.batch_plan import num_micro_batches, ramp_sizes
 from megalite.schedules.action import Schedule
 from megalite.schedules.csv_form import FILE, load_csv
+from megalite.wording import number_of
 
 
 def schedule_problems(config: RunConfig, dp: int | None) -> list[str]:
@@ -38,8 +39,9 @@ def _differences(config: RunConfig, schedule: Schedule, dp: int | None) -> Itera
     name, pp, vpp = config.pipeline.schedule, config.parallel.pp, config.parallel.vpp
     if schedule.p != pp:
         yield (
-            f"pipeline.schedule={name} is for {schedule.p} pipeline ranks, a line each, but "
-            f"parallel.pp={pp}; write {pp} lines, or set parallel.pp={schedule.p}"
+            f"pipeline.schedule={name} is for {number_of(schedule.p, 'pipeline rank')}, a line "
+            "each, but "
+            f"parallel.pp={pp}; write {number_of(pp, 'line')}, or set parallel.pp={schedule.p}"
         )
     if schedule.v != vpp:
         yield (
@@ -55,7 +57,8 @@ def _differences(config: RunConfig, schedule: Schedule, dp: int | None) -> Itera
     wanted = num_micro_batches(config, dp)
     if schedule.m != wanted:
         yield (
-            f"pipeline.schedule={name} is for {schedule.m} microbatches, but train.global_batch="
+            f"pipeline.schedule={name} is for {number_of(schedule.m, 'microbatch')}, but "
+            "train.global_batch="
             f"{train.global_batch} / (train.micro_batch={train.micro_batch} x parallel.dp={dp}) "
             f"is {wanted}; write the file for {wanted}, or set train.global_batch="
             f"{schedule.m * train.micro_batch * dp}"

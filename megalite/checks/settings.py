@@ -26,6 +26,7 @@ from megalite.run.stages import stage_problems
 from megalite.schedules.catalogue import FAMILY, SCHEDULES, build, find_schedule
 from megalite.schedules.csv_form import FILE
 from megalite.schedules.tune import AUTO
+from megalite.wording import number_of
 
 Origins = Mapping[str, str]
 
@@ -113,7 +114,7 @@ def world_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
         yield (
             f"parallel.tp={tp} x parallel.pp={pp} x parallel.dp={dp} = {topology.world_size} is "
             f"not the world size {world_size}; set parallel.dp={world_size // replica} or start "
-            f"{topology.world_size} processes"
+            f"{number_of(topology.world_size, 'process')}"
         )
 
 
@@ -188,7 +189,7 @@ def _positions(config: RunConfig) -> Iterator[str]:
     if model.positions == "learned" and seq_length > model.max_positions:
         yield (
             f"data.seq_length={seq_length} is more than model.max_positions="
-            f"{model.max_positions}; use at most {model.max_positions} tokens, or "
+            f"{model.max_positions}; use at most {number_of(model.max_positions, 'token')}, or "
             f"model.max_positions={seq_length}"
         )
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
@@ -251,8 +252,9 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
         step = tp // gcd(tp, micro_batch)
         yield (
             f"parallel.sequence_parallel: train.micro_batch={micro_batch} x "
-            f"data.seq_length={seq_length} = {micro_batch * seq_length} tokens are not divisible "
-            f"by parallel.tp={tp}; use data.seq_length={_multiples_near(seq_length, step)}"
+            f"data.seq_length={seq_length} = {number_of(micro_batch * seq_length, 'token')}, which "
+            f"parallel.tp={tp} does not divide; use "
+            f"data.seq_length={_multiples_near(seq_length, step)}"
         )
 
 

@@ -10,6 +10,7 @@ import typer
 from megalite.cli.completion import one_of
 from megalite.cli.options import AsJson, path
 from megalite.errors import ConfigError
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.train.launch import RankWork
@@ -125,7 +126,8 @@ def evaluate(
 
     if started and launch.world_size != tp * pp * dp:
         raise ConfigError(
-            f"--tp={tp} x --pp={pp} x --dp={dp} needs {tp * pp * dp} processes, {launch.source} "
+            f"--tp={tp} x --pp={pp} x --dp={dp} needs {number_of(tp * pp * dp, 'process')}, "
+            f"{launch.source} "
             f"started {launch.world_size}; change the options or the number of processes"
         )
     request = ScoreRequest(

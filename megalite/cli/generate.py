@@ -11,6 +11,7 @@ import typer
 from megalite.cli.completion import one_of
 from megalite.cli.options import near_runs, path
 from megalite.errors import ConfigError, DataError
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.generate.write import Request
@@ -189,7 +190,8 @@ def _run(request: Request, tp: int | None, device: str) -> None:
     started = launch.source != "single"
     if started and tp not in (None, launch.world_size):
         raise ConfigError(
-            f"--tp={tp}, but {launch.source} started {launch.world_size} processes, which all "
+            f"--tp={tp}, but {launch.source} started "
+            f"{number_of(launch.world_size, 'process')}, which all "
             "take part; leave --tp out"
         )
     size = launch.world_size if started else tp or 1

@@ -11,6 +11,7 @@ import typer
 from megalite.cli.formatting import print_json, short_count
 from megalite.cli.options import AsJson, near_runs, path
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 _MIB = 2**20
 
@@ -66,7 +67,7 @@ def _run(found: dict[str, Any], quick: bool) -> Iterator[str]:
     for name, loss in found["evaluations"].items():
         yield f"  {name:<10} {_number(loss)}"
     if found["skipped_steps"]:
-        yield f"skipped      {found['skipped_steps']} steps without an update"
+        yield f"skipped      {number_of(found['skipped_steps'], 'step')} without an update"
     yield from _software(found)
     for number, checkpoint in enumerate(found["checkpoints"]):
         yield f"{'checkpoints' if number == 0 else '':<13}{_checkpoint_line(checkpoint, quick)}"
@@ -97,8 +98,8 @@ def _checkpoint(found: dict[str, Any], quick: bool) -> Iterator[str]:
         at = " x ".join(f"{axis} {size}" for axis, size in found["saved_at"].items())
         yield f"saved at     {at}"
     yield (
-        f"files        {found['files']}, {found['bytes'] / _MIB:,.1f} MiB in {found['tensors']} "
-        f"tensors, {_verified(quick)}"
+        f"files        {found['files']}, {found['bytes'] / _MIB:,.1f} MiB in "
+        f"{number_of(found['tensors'], 'tensor')}, {_verified(quick)}"
     )
     yield from _software(found)
 
@@ -106,7 +107,7 @@ def _checkpoint(found: dict[str, Any], quick: bool) -> Iterator[str]:
 def _dataset(found: dict[str, Any], quick: bool) -> Iterator[str]:
     yield f"dataset      {found['path']}"
     yield f"tokens       {found['tokens']:,} ({found['dtype']}, {found['bytes'] / _MIB:,.1f} MiB)"
-    yield f"documents    {found['documents']:,} in {found['sequences']:,} sequences"
+    yield f"documents    {found['documents']:,} in {number_of(found['sequences'], 'sequence', ',')}"
     yield f"vocabulary   {_text(found['vocab_size'])}, tokenizer {_text(found['tokenizer'])}"
     yield f"source       {_text(found['source'])}"
     yield f"checks       {'good' if found['sound'] else 'BAD'}"
@@ -120,15 +121,15 @@ def _model(found: dict[str, Any]) -> Iterator[str]:
     if found.get("parameters"):
         parameters = f", {short_count(found['parameters'])} parameters"
     yield (
-        f"model        {_text(model['family'])}, {_text(model['num_layers'])} layers of "
-        f"{_text(model['hidden_size'])}, {_text(model['num_heads'])} heads, vocabulary "
+        f"model        {_text(model['family'])}, {_counted(model['num_layers'], 'layer')} of "
+        f"{_text(model['hidden_size'])}, {_counted(model['num_heads'], 'head')}, vocabulary "
         f"{_text(model['vocab_size'])}{parameters}"
     )
     yield (
         "layout       "
         + " x ".join(f"{axis} {_text(size)}" for axis, size in layout.items())
         + f", {_text(found['dtype'])}, {_text(found['global_batch'])} x "
-        f"{_text(found['seq_length'])} tokens a step"
+        f"{_counted(found['seq_length'], 'token')} a step"
     )
     yield f"schedule     {_text(found['schedule'])}"
     zero = "" if optimizer["zero"] is None else f", ZeRO-{optimizer['zero']}"
@@ -160,6 +161,10 @@ def _verified(quick: bool) -> str:
 
 def _text(value: Any) -> str:
     return "n/a" if value is None else str(value)
+
+
+def _counted(value: Any, noun: str) -> str:
+    return number_of(value, noun) if isinstance(value, int) else f"{_text(value)} {noun}s"
 
 
 def _number(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megalite import __version__
-from megalite.cli.completion import join_words, one_of
+from megalite.cli.completion import accepted_from, completion, one_of, shell_words
 from megalite.cli.configs import configs
 from megalite.cli.data.prepare import app as data_app
 from megalite.cli.doctor import doctor
@@ -160,6 +160,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="KEY[,KEY]",
+            autocompletion=completion(accepted_from),
             help="Resume although these settings have changed; all-listed: all that may change.",
         ),
     ] = None,
@@ -267,8 +268,8 @@ def main() -> None:
     """Run the command line. Characters that standard output cannot have are replaced."""
     open_closed()
     replace_unencodable()
-    with reported_output():
-        app(obj=join_words())
+    with reported_output(), shell_words() as kept:
+        app(obj=kept)
 
 
 def _lines(error: MegaliteError) -> list[str]:

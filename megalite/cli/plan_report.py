@@ -14,7 +14,6 @@ from typing import Any
 from megalite.cli.formatting import short_count, short_duration
 from megalite.cli.schedule_config import Plan, plan_of, stage_lines, stage_values
 from megalite.config import RunConfig
-from megalite.config.names import number_of
 from megalite.layout.topology import Topology
 from megalite.planner import RankMemory, beside_tensors, microbatch_bytes, rank_memory
 from megalite.planner.storage import checkpoint_bytes, storage_bytes, storage_line
@@ -24,6 +23,7 @@ from megalite.run.model_math import parameter_counts, training_flops
 from megalite.run.parameters import ModelStage
 from megalite.run.stages import stages_of
 from megalite.schedules import Durations, Schedule, Timeline, simulate
+from megalite.wording import number_of
 
 GIB = 2**30
 _LONG = 50_000  # actions
@@ -159,8 +159,9 @@ def _run_lines(report: Report) -> Iterator[str]:
     model, parallel, train = config.model, config.parallel, config.train
     parameters = parameter_counts(model).total()
     yield (
-        f"model        {model.family}, {model.num_layers} layers of {model.hidden_size}, "
-        f"{model.num_heads} heads, vocabulary {model.vocab_size}, "
+        f"model        {model.family}, {number_of(model.num_layers, 'layer')} of "
+        f"{model.hidden_size}, "
+        f"{number_of(model.num_heads, 'head')}, vocabulary {model.vocab_size}, "
         f"{short_count(parameters)} parameters"
     )
     chunks = f", {parallel.vpp} chunks a pipeline rank" if parallel.vpp > 1 else ""
@@ -171,9 +172,9 @@ def _run_lines(report: Report) -> Iterator[str]:
         f"ZeRO-{config.optimizer.zero}"
     )
     yield (
-        f"step         {train.global_batch} x {config.data.seq_length} tokens, "
+        f"step         {train.global_batch} x {number_of(config.data.seq_length, 'token')}, "
         f"{report.step_flops:.3g} FLOPs; a replica has "
-        f"{number_of(plan.num_micro_batches, 'microbatch', 'microbatches')} of {train.micro_batch}"
+        f"{number_of(plan.num_micro_batches, 'microbatch')} of {train.micro_batch}"
     )
 
     # An automatic schedule is named by the one chosen. The bubble of equal stages is shown where it

@@ -38,6 +38,7 @@ from megalite.schedules.view.draw_svg import draw_html, draw_svg
 from megalite.schedules.view.draw_text import Cell, draw_text, plain
 from megalite.schedules.view.style import STYLES, Unit
 from megalite.schedules.view.trace import Measured, chrome_trace, read_trace
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.cli.schedule_config import Plan
@@ -211,14 +212,18 @@ class _Shown:
     @property
     def title(self) -> str:
         """The line above the picture."""
-        sizes = "{name}: {pp} ranks x {chunks} chunks, {microbatches} microbatches"
+        one = self.schedule
+        sizes = (
+            f"{number_of(one.p, 'rank')} x {number_of(one.v, 'chunk')}, "
+            f"{number_of(one.m, 'microbatch')}"
+        )
         figures = (
             "step {step_time:.4g}, bubble {bubble_fraction:.1%}, activations of at most "
             "{peak_activations:g} microbatches a rank"
         )
         if self.record is not None:
             figures = _ratio(self.record, self.timeline)
-        return f"{sizes}; {figures}".format(**self.values)
+        return f"{self.name}: {sizes}; {figures.format(**self.values)}"
 
     @property
     def measured(self) -> Timeline | None:

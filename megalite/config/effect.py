@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megalite.config.names import number_of, value_of
+from megalite.config.names import value_of
 from megalite.config.schema import RunConfig
+from megalite.wording import number_of
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megalite.config.schema import DataConfig, EvalConfig, RunConfig
 from megalite.config.shares import MAX_PARTS, SPLIT_NAMES, blend_parts, decimal_fraction
+from megalite.wording import number_of
 
 NO_DATA = (
     "neither data.path nor data.sources is set; give the prefix of a dataset, or make one with "
@@ -184,6 +185,7 @@ def _repeated(setting: str, names: list[str]) -> Iterator[str]:
     for name, count in Counter(names).items():
         if count > 1:
             yield (
-                f"{setting}: {count} entries are called {name!r}, by which their losses would be "
+                f"{setting}: {number_of(count, 'entry')} are called {name!r}, by which their "
+                "losses would be "
                 f"told apart; give each a name of its own (name = ...)"
             )

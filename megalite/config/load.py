@@ -31,7 +31,6 @@ from megalite.config.names import (
     keys,
     nearest_section,
     nested,
-    number_of,
     section_keys,
     sections,
     suggestion,
@@ -41,6 +40,7 @@ from megalite.config.names import (
 from megalite.config.schema import RunConfig
 from megalite.config.shipped import find_config, near_names
 from megalite.errors import ConfigError
+from megalite.wording import number_of
 
 UNSET = ("none", "null")
 _NUMBERS = (1, 64)  # that every required setting takes, to stand in for a wrong one
@@ -303,8 +303,7 @@ def _override_entry(draft: _Draft, name: str, entry: re.Match[str], raw: str) ->
         draft.add_unknown(key, OVERRIDE, raw)
     elif number >= count or not all(isinstance(item, dict) for item in given):
         draft.problems.append(
-            f"override {name}: {key} has {number_of(count, 'entry', 'entries')}; they are "
-            "counted from 0"
+            f"override {name}: {key} has {number_of(count, 'entry')}; they are counted from 0"
         )
     else:
         changed = {**given[number], leaf: _toml_or_text(raw)}

@@ -1,7 +1,7 @@
 """The names a config may use: every dotted key, its type and default, the nearest to a typo.
 
-Also the text form of values and counts, for files and messages (`toml_value`, `number_of`). Derived
-from the models in config/schema.py, so there is no second list to keep. Reads no files.
+Also the text form of values, for files and messages (`toml_value`). Derived from the models
+in config/schema.py, so there is no second list to keep. Reads no files.
 """
 
 from __future__ import annotations
@@ -97,11 +97,6 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             node = node[parent]
         node[key] = value
     return tree
-
-
-def number_of(value: int, noun: str, plural: str = "") -> str:
-    """A number with its noun: "1 rank", "2 ranks"; the plural is the noun with an s by default."""
-    return f"{value} {noun if value == 1 else plural or noun + 's'}"
 
 
 def toml_value(value: Any) -> str:
@@ -201,9 +196,16 @@ def _key(model: type[BaseModel], prefix: str, name: str) -> Key:
     required = info.is_required()
     kinds = frozenset(_kinds(info.annotation))
     choices = (False, True) if kinds == {bool} else ()
-    if get_origin(info.annotation) is Literal:
-        choices = get_args(info.annotation)
+    parts = [part for part in _members(info.annotation) if part is not NoneType]
+    if len(parts) == 1 and get_origin(parts[0]) is Literal:
+        choices = get_args(parts[0])
     return Key(prefix + name, kinds, choices, required, None if required else info.default)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; of anything else itself."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return get_args(annotation) if is_union else (annotation,)
 
 
 def _kinds(annotation: Any) -> Iterator[type]:

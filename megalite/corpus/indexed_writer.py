@@ -22,6 +22,7 @@ from megalite.data.fingerprint import fingerprint_files
 from megalite.data.indexed import CODES, dtype_for_vocab, file_of
 from megalite.data.loss_mask import SUFFIX, header
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 MAX_SEQUENCE_TOKENS = 2**31 - 1  # lengths are stored as int32
 Ids = Sequence[int] | NDArray[Any]
@@ -85,7 +86,8 @@ class IndexedWriter:
             if mask.shape != (len(ids),):
                 number = len(self._documents) - 2
                 raise DataError(
-                    f"document {number}: a loss mask of shape {mask.shape} for {len(ids)} tokens; "
+                    f"document {number}: a loss mask of shape {mask.shape} for "
+                    f"{number_of(len(ids), 'token')}; "
                     "give one value a token"
                 )
             self._masks.append(mask.astype(np.uint8))
@@ -104,9 +106,9 @@ class IndexedWriter:
         is_alike = not self._lengths or not checked or bool(self._modes) == bool(given)
         if not (is_whole and is_alike):
             raise DataError(
-                f"document {len(self._documents) - 1}: {len(given)} modes for {len(checked)} "
-                f"sequences, after {len(self._modes)} for {len(self._lengths)}; give all sequences "
-                "of a dataset a mode, or none"
+                f"document {len(self._documents) - 1}: {number_of(len(given), 'mode')} for "
+                f"{number_of(len(checked), 'sequence')}, after {len(self._modes)} for "
+                f"{len(self._lengths)}; give all sequences of a dataset a mode, or none"
             )
         for tokens in checked:
             self._bin.write(tokens.astype(self.dtype).tobytes())
@@ -168,7 +170,7 @@ class IndexedWriter:
         number = len(self._documents) - 1
         if len(ids) > MAX_SEQUENCE_TOKENS:
             raise DataError(
-                f"document {number} has {len(ids)} tokens; "
+                f"document {number} has {number_of(len(ids), 'token')}; "
                 f"at most {MAX_SEQUENCE_TOKENS} fit the format: split the document"
             )
 

@@ -39,6 +39,7 @@ from megalite.data.sidecar import (
     require_fingerprint,
 )
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 BLOCK = 1 << 20  # bytes, or entries of an index, at a time
 
@@ -159,7 +160,8 @@ def _copy(part: IndexedDataset, stream: Any) -> None:
             if len(block) < wanted:
                 found = start + len(block)
                 raise DataError(
-                    f"{part.bin_path}: file length: found {found} bytes, wanted {size}: "
+                    f"{part.bin_path}: file length: found {number_of(found, 'byte')}, wanted "
+                    f"{size}: "
                     "it was shortened while it was read"
                 )
             stream.write(block)

@@ -43,6 +43,7 @@ from megalite.data.sidecar import MaskInfo, Sidecar, SourceInfo, TokenizerInfo
 from megalite.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_of
 from megalite.data.tokenizer_files import model_files
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 FORMAT = 3  # to be raised when the same text gives other files, so unfinished runs start over
 MAX_UNKNOWN = 0.01  # share of the text
@@ -275,8 +276,9 @@ def _check_unknown(tokenizer: Tokenizer, counts: Counts, max_unknown: float) -> 
     text_bytes = counts.corpus.text_bytes
     if counts.unknown_bytes > max_unknown * text_bytes:
         raise DataError(
-            f"tokenizer {tokenizer.files.path}: {counts.unknown_ids:,} unknown ids stand for "
-            f"{counts.unknown_bytes:,} of {text_bytes:,} bytes of text "
+            f"tokenizer {tokenizer.files.path}: "
+            f"{number_of(counts.unknown_ids, 'unknown id', ',')} for "
+            f"{counts.unknown_bytes:,} of {number_of(text_bytes, 'byte', ',')} of text "
             f"({counts.unknown_bytes / text_bytes:.2%}), and --max-unknown is {max_unknown:.2%}; "
             "use a tokenizer with byte fallback (--vocab-size trains one), or raise --max-unknown, "
             "which 1 lifts"

@@ -22,6 +22,7 @@ import sentencepiece
 
 from megalite.data.sampler import mix64
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 ModelType = Literal["unigram", "bpe"]
 MAX_LINE_BYTES = 4096
@@ -185,7 +186,7 @@ def _train(lines: list[bytes], vocab_size: int, model_type: ModelType) -> bytes:
 
 def _infeasible(message: str, vocab_size: int, lines: list[bytes]) -> DataError:
     """The error for a size that the library refuses; its message contains the feasible size."""
-    text = f"{sum(map(len, lines))} bytes of training text"
+    text = f"{number_of(sum(map(len, lines)), 'byte')} of training text"
     if found := re.search(r"Vocabulary size too high .*<= (\d+)", message):
         return DataError(
             f"vocab_size={vocab_size} is more than {text} can fill; "

@@ -26,6 +26,7 @@ from megalite.data.dataset import TokenSpan
 from megalite.data.sampler import GOLDEN, MASK_64, SampleOrder, mix64
 from megalite.data.samples import Packing
 from megalite.errors import ConfigError, DataError
+from megalite.wording import number_of
 
 PADDING = -1  # sample id of a sequence of padding
 
@@ -241,7 +242,8 @@ def _rank_part(global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) 
     count = global_batch // dp_size
     if micro_batch < 1 or count % micro_batch:
         raise ConfigError(
-            f"train.micro_batch={micro_batch} does not divide the {count} samples a dp rank "
+            f"train.micro_batch={micro_batch} does not divide the {number_of(count, 'sample')} "
+            "a dp rank "
             f"has of train.global_batch={global_batch} at dp={dp_size}"
         )
     return dp_rank * count, count

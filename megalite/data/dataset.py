@@ -32,6 +32,7 @@ from megalite.data.samples import DocumentSamples, Packing, Samples, StreamSampl
 from megalite.data.sidecar import Sidecar, read_sidecar, require_fingerprint
 from megalite.data.vocab import VocabCheck, check_vocab
 from megalite.errors import ConfigError, DataError
+from megalite.wording import number_of
 
 MASK_BLOCK = 1 << 20  # tokens of a loss mask read at a time
 
@@ -164,8 +165,9 @@ class TokenSpan:
         by = f" by data.split={tuple(shares)}" if shares is not None else ""
         raise DataError(
             f"{self.data.prefix}: {self.name} gets {self.num_tokens} of {self.data.num_tokens} "
-            f"tokens in {self.data.num_documents} documents{by}, which is no sample of "
-            f"data.seq_length={seq_length} (it takes {packing.least_tokens} tokens); "
+            f"tokens in {number_of(self.data.num_documents, 'document')}{by}, which is no sample "
+            f"of data.seq_length={seq_length} (it takes "
+            f"{number_of(packing.least_tokens, 'token')}); "
             "use more data, a larger share, a shorter sequence, or a share of 0 for no such split"
         )
 
@@ -188,7 +190,8 @@ class TokenSpan:
             mask.read(start, min(start + MASK_BLOCK, self.stop)).any() for start in blocks
         ):
             raise DataError(
-                f"{mask.path}: {self.name}: of its {self.num_tokens} tokens none is trained on, so "
+                f"{mask.path}: {self.name}: of its {number_of(self.num_tokens, 'token')} none "
+                "is trained on, so "
                 "there is no loss to evaluate; use a larger share, or other data"
             )
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megalite.data.loss_mask import SUFFIX, LossMask
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -138,8 +139,8 @@ class IndexedDataset:
                 raise self._bad(
                     self.bin_path,
                     "file length",
-                    f"{os.fstat(self._descriptor).st_size} bytes now",
-                    f"{self.num_tokens * item} bytes as when it was opened",
+                    f"{number_of(os.fstat(self._descriptor).st_size, 'byte')} now",
+                    f"{number_of(self.num_tokens * item, 'byte')} as when it was opened",
                 )
             done += count
         return out
@@ -170,7 +171,10 @@ class IndexedDataset:
         size = self.idx_path.stat().st_size
         if size < HEADER.size:
             raise self._bad(
-                self.idx_path, "file length", f"{size} bytes", f"at least {HEADER.size} bytes"
+                self.idx_path,
+                "file length",
+                number_of(size, "byte"),
+                f"at least {HEADER.size} bytes",
             )
         with self.idx_path.open("rb") as stream:
             magic, version, code, count, boundaries = HEADER.unpack(stream.read(HEADER.size))
@@ -192,7 +196,7 @@ class IndexedDataset:
         plain = HEADER.size + 12 * count + 8 * boundaries
         if size not in (plain, plain + count):
             wanted = f"{plain} (or {plain + count} with modes) for N={count}, D={boundaries}"
-            raise self._bad(self.idx_path, "file length", f"{size} bytes", wanted)
+            raise self._bad(self.idx_path, "file length", number_of(size, "byte"), wanted)
         self.dtype = DTYPES[code]
         self._count: int = count
         self._boundaries: int = boundaries
@@ -232,7 +236,7 @@ class IndexedDataset:
         if len(found) != stop - start:
             size = self.idx_path.stat().st_size
             wanted = f"{offset + (stop - start) * kind.itemsize} or more"
-            raise self._bad(self.idx_path, "file length", f"{size} bytes now", wanted)
+            raise self._bad(self.idx_path, "file length", f"{number_of(size, 'byte')} now", wanted)
         return found.astype(np.int64)
 
     def _check_sequences(self, limit: int) -> None:
@@ -269,7 +273,10 @@ class IndexedDataset:
         # The last block holds the last sequence also when blocks are sampled, so `end` is the end.
         if (size := self.bin_path.stat().st_size) != end:
             raise self._bad(
-                self.bin_path, "file length", f"{size} bytes", f"{end} bytes by its index"
+                self.bin_path,
+                "file length",
+                number_of(size, "byte"),
+                f"{number_of(end, 'byte')} by its index",
             )
 
     def _check_documents(self, limit: int) -> None:

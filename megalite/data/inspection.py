@@ -20,6 +20,7 @@ from megalite.data.sidecar import Sidecar, read_sidecar
 from megalite.data.tokenizer import Tokenizer, open_tokenizer
 from megalite.data.vocab import SCAN_TOKENS, largest_id
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 MAX_LENGTHS = 1 << 24  # lengths of documents held in memory; of more, an even sample
@@ -187,7 +188,7 @@ def _check_mask(trained: int, sidecar: Sidecar | None) -> Check:
     stated = None if sidecar is None or sidecar.loss_mask is None else sidecar.loss_mask
     good = stated is None or stated.trained_tokens == trained
     more = "" if good or stated is None else f", the sidecar states {stated.trained_tokens}"
-    return Check("loss mask", good, f"{trained} tokens are trained on{more}")
+    return Check("loss mask", good, f"{number_of(trained, 'token')} to train on{more}")
 
 
 def _check_ids(data: IndexedDataset, vocab_size: int) -> Check:
@@ -216,7 +217,7 @@ def _check_ends(data: IndexedDataset, eos_id: int, strict: bool) -> Check:
             checked += 1
             if stop >= SCAN_TOKENS:
                 return Check("ends", True, f"one end id {eos_id} in each of the first {checked}")
-    return Check("ends", True, f"one end id {eos_id} in each of {checked} documents")
+    return Check("ends", True, f"one end id {eos_id} in each of {number_of(checked, 'document')}")
 
 
 def _document_lengths(data: IndexedDataset) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from megalite.checks.packages import install_command
 from megalite.data.tokenizer_files import CONFIG_NAME, TokenizerFiles, require_in_vocabulary
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 SPACE = "\u2581"  # of sentencepiece, in pieces
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that no piece has
@@ -167,7 +168,8 @@ class JsonTokenizer:
         lacking = [text for token in listed.values() if (text := token["content"]) not in self._ids]
         if lacking:
             raise DataError(
-                f"tokenizer {self.files.path}: {CONFIG_NAME} adds {len(lacking)} tokens that "
+                f"tokenizer {self.files.path}: {CONFIG_NAME} adds "
+                f"{number_of(len(lacking), 'token')} that "
                 f"tokenizer.json lacks, {lacking[0]!r} for one; load and save the folder with "
                 "transformers, which writes them there"
             )

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 SUFFIX = ".mask"
 MAGIC = b"MLMASK\x00\x00"
@@ -42,7 +43,8 @@ class LossMask:
         found = (count, size - HEADER.size)
         if found != (num_tokens, num_tokens):
             raise DataError(
-                f"{path}: states {count} tokens and holds {size - HEADER.size}, the dataset beside "
+                f"{path}: states {number_of(count, 'token')} and holds {size - HEADER.size}, "
+                "the dataset beside "
                 f"it has {num_tokens}: they are not of one run; prepare the dataset again"
             )
 

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.wording import number_of
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -110,8 +112,10 @@ class DocumentSamples:
             limit = self._room + 1
             done = "left out" if self._drops else "cut there"
             tokens = int(self._long.sum()) + (limit * len(self._long) if self._drops else 0)
+            verb = "is" if len(self._long) == 1 else "are"
             notes.append(
-                f"{len(self._long)} documents of more than {limit} tokens are {done}, with "
-                f"{tokens} tokens (data.long_documents)"
+                f"{number_of(len(self._long), 'document')} of more than "
+                f"{number_of(limit, 'token')} {verb} {done}, with {tokens} tokens "
+                "(data.long_documents)"
             )
         return notes

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megalite.data.tokenizer_files import TokenizerFiles, require_in_vocabulary
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 SPACE = "\u2581"  # of the library, in pieces
 
@@ -143,7 +144,8 @@ class SentencePieceTokenizer:
         beyond = [int(number) for number in added or () if int(number) >= self.vocab_size]
         if beyond:
             raise DataError(
-                f"tokenizer {self.files.path}: its tokenizer_config.json adds {len(beyond)} tokens "
+                f"tokenizer {self.files.path}: its tokenizer_config.json adds "
+                f"{number_of(len(beyond), 'token')} "
                 f"(ids {min(beyond)} to {max(beyond)}) to the {self.vocab_size} of the "
                 "sentencepiece model; use its tokenizer.json, which the save_pretrained of "
                 "transformers writes"
@@ -172,7 +174,8 @@ def _load(files: TokenizerFiles) -> sentencepiece.SentencePieceProcessor:
         loaded = False
     if not loaded or processor.get_piece_size() < 1:
         raise DataError(
-            f"tokenizer {files.path}: not a sentencepiece model ({len(content)} bytes); give the "
+            f"tokenizer {files.path}: not a sentencepiece model "
+            f"({number_of(len(content), 'byte')}); give the "
             ".model file that sentencepiece or `megalite data prepare` wrote, a tokenizer.json, "
             "or a folder with either"
         )

@@ -16,6 +16,7 @@ import numpy as np
 from megalite.data.indexed import IndexedDataset
 from megalite.data.sidecar import Sidecar
 from megalite.errors import DataError
+from megalite.wording import number_of
 
 SCAN_TOKENS = 100_000_000
 SAMPLE_TOKENS = 1 << 24
@@ -49,7 +50,7 @@ def largest_id(data: IndexedDataset, sidecar: Sidecar | None, vocab_size: int) -
     if limits.min >= 0 and limits.max < vocab_size:
         return VocabCheck("dtype", int(limits.max), f"largest value of {data.dtype.name}")
     if count <= SCAN_TOKENS:
-        return VocabCheck("scan", _scan(data, 1), f"largest of all {count} tokens")
+        return VocabCheck("scan", _scan(data, 1), f"largest of all {number_of(count, 'token')}")
     if sidecar is not None:
         return VocabCheck("sidecar", sidecar.max_id, f"as {data.prefix}.json states")
     every = -(-count // SAMPLE_TOKENS)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megalite.errors import CheckpointError, MegaliteError
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.distributed.mesh import Axis
@@ -117,7 +118,7 @@ def _summary(reports: list[str]) -> str:
         return "".join(failed)
     parts = [f"{_rank_text(ranks)}: {text}" for text, ranks in failed.items()][:_MOST_FAILURES]
     if len(failed) > _MOST_FAILURES:
-        parts.append(f"and {len(failed) - _MOST_FAILURES} other failures")
+        parts.append(f"and {number_of(len(failed) - _MOST_FAILURES, 'other failure')}")
     return "; ".join(parts)
 
 

@@ -19,7 +19,6 @@ from megalite.checkpoint.load import load
 from megalite.checkpoint.pieces import BoxPiece
 from megalite.checkpoint.shard_file import DTYPES
 from megalite.config import ModelConfig, RunConfig
-from megalite.config.names import number_of
 from megalite.config.saved import saved_config
 from megalite.data.tokenizer import open_tokenizer
 from megalite.data.tokenizer_files import (
@@ -37,6 +36,7 @@ from megalite.exchange.megatron import MEGATRON_CORE
 from megalite.exchange.tensors import Part, parts_of
 from megalite.exchange.write import MAX_FILE_BYTES, Files, Item, files_of, put_json, write_folder
 from megalite.run.parameters import stage_parameters, whole_model
+from megalite.wording import number_of
 
 _TOKENIZER_FILES = (
     JSON_NAME,

@@ -32,6 +32,7 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.exchange.classes import StockClass, read_model, weights_config
 from megalite.exchange.megatron import MEGATRON_CORE
 from megalite.exchange.tensors import Names, Part, parts_of
+from megalite.wording import number_of
 
 HF = "hf:"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -165,7 +166,8 @@ def read_folder(path: Path, ignore: frozenset[str] = frozenset()) -> Folder:
     notes = []
     if vocab_size > model.vocab_size:
         notes.append(
-            f"the tokenizer has {vocab_size} tokens, config.json vocab_size={model.vocab_size}: "
+            f"the tokenizer has {number_of(vocab_size, 'token')}, config.json "
+            f"vocab_size={model.vocab_size}: "
             f"embedding and head grow, new rows are the mean of the others"
         )
     return Folder(path, entries, row, model, tensors, stored, keys, config, tuple(notes))
@@ -274,7 +276,7 @@ def _header(path: Path, file: str) -> Iterator[tuple[str, StoredTensor]]:
         with (path / file).open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {size} bytes")
+                raise ValueError(f"a header of {number_of(size, 'byte')}")
             entries = json.loads(stream.read(size))
         base, length = 8 + size, (path / file).stat().st_size
         stop_of_all = base
@@ -285,7 +287,7 @@ def _header(path: Path, file: str) -> Iterator[tuple[str, StoredTensor]]:
             stop_of_all = max(stop_of_all, stop)
             yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start, stop)
         if stop_of_all != length:
-            raise ValueError(f"it has {length} bytes, its header says {stop_of_all}")
+            raise ValueError(f"it has {number_of(length, 'byte')}, its header says {stop_of_all}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / file} is not a sound safetensors file: {error}") from error
 

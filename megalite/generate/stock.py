@@ -10,6 +10,7 @@ import torch
 from megalite.checkpoint.find import Checkpoint
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generate.generate import load_model
+from megalite.wording import number_of
 
 _TOKENS = 64
 _LARGEST_SHARE = 1e-4  # of the largest logit: rounding of float32 over many layers stays below
@@ -42,7 +43,8 @@ def check_logits(checkpoint: Checkpoint, folder: Path, weights: str, dtype: str 
         theirs = stock(ids[None]).logits[0]
         ours = model.logits(ids)[:, : theirs.shape[1]]
     difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
-    text = f"logits of {length} tokens are equal to {difference:.1e}, the largest is {largest:.3g}"
+    count = number_of(length, "token")
+    text = f"logits of {count} are equal to {difference:.1e}, the largest is {largest:.3g}"
     if not difference <= _LARGEST_SHARE * largest:
         raise CheckpointError(
             f"{checkpoint.path} and {folder}: {text}; they do not compute the same"

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megalite.wording import number_of
+
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
@@ -130,7 +132,7 @@ def why_not_cover(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str 
         return f"{overlap[0]} and {overlap[1]} overlap"
     covered, wanted = sum(r.volume for r in rectangles), math.prod(shape)
     if covered != wanted:
-        return f"{covered} of {wanted} elements of shape {tuple(shape)} are there"
+        return f"{covered} of {number_of(wanted, 'element')} of shape {tuple(shape)} are there"
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError
+from megalite.wording import number_of
 
 # Each grid numbers all ranks by axes, fastest first.
 _GRIDS: tuple[tuple[str, ...], ...] = (("tp", "cp", "dp", "pp"), ("ep", "edp", "pp"))
@@ -122,14 +123,14 @@ class Topology:
         )
         raise ConfigError(
             f"the layout tp={self.tp} cp={self.cp} dp={self.dp} pp={self.pp} needs "
-            f"{self.world_size} ranks, but {world_size} were started; {fits}"
+            f"{number_of(self.world_size, 'rank')}, but {world_size} were started; {fits}"
         )
 
     def coords(self, rank: int) -> Coords:
         """The coordinates of world rank `rank`; `ConfigError` if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
-                f"rank {rank} does not exist in a world of {self.world_size} ranks; "
+                f"rank {rank} does not exist in a world of {number_of(self.world_size, 'rank')}; "
                 f"ranks are 0 to {self.world_size - 1}"
             )
         places: dict[str, int] = {}

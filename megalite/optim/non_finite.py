@@ -14,6 +14,7 @@ from megalite.config import OptimizerConfig
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.norm import GradNorm, NonFiniteGradientError
 from megalite.optim.shard import Piece
+from megalite.wording import number_of
 
 _NAMED = 4
 
@@ -44,7 +45,7 @@ class SkipPolicy:
 
         # The run ends here, so the message has all that is known of the cause.
         names = ", ".join(_non_finite_names(pieces)) or "none"
-        ranks = "1 rank" if norm.num_bad_ranks == 1 else f"{norm.num_bad_ranks} ranks"
+        ranks = number_of(norm.num_bad_ranks, "rank")
         fault = f"not finite: norm {norm.value}, on {ranks} (here: {names})"
         if norm.finite:
             dtype = str(pieces[0].grad.dtype).removeprefix("torch.")
@@ -54,7 +55,7 @@ class SkipPolicy:
         raise NonFiniteGradientError(
             f"gradients of update {num_updates + 1} are {fault}"
             + (f", at the smallest loss scale {scaler.scale:g}" if scaler.enabled else "")
-            + (f", after {self.num_skips} skipped steps in a row" if skipping else "")
+            + (f", after {number_of(self.num_skips, 'skipped step')} in a row" if skipping else "")
             + "; weights and optimizer state are as before this update. Lower optimizer.lr, check "
             + ("the data, set optimizer.clip_grad, or " if can_clip else "the data, or ")
             + ("raise optimizer.max_skips" if skipping else 'set optimizer.non_finite = "skip"')

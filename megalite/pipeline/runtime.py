@@ -28,6 +28,7 @@ from megalite.schedules import (
     post_ahead,
 )
 from megalite.schedules.simulate import TimedAction
+from megalite.wording import number_of
 
 
 class PipelineRuntime:
@@ -52,8 +53,10 @@ class PipelineRuntime:
     ) -> None:
         if schedule.p != mesh.pp.size or len(chunks) != schedule.v:
             raise ConfigError(
-                f"the schedule is for {schedule.p} pipeline ranks with {schedule.v} chunks each, "
-                f"got {mesh.pp.size} ranks and {len(chunks)} chunks; make parallel.pp and vpp agree"
+                f"the schedule is for {number_of(schedule.p, 'pipeline rank')} with "
+                f"{number_of(schedule.v, 'chunk')} each, "
+                f"got {number_of(mesh.pp.size, 'rank')} and {number_of(len(chunks), 'chunk')}; "
+                "make parallel.pp and vpp agree"
             )
         self.schedule = schedule
 
@@ -84,7 +87,8 @@ class PipelineRuntime:
         """
         if len(micro_batches) != self.schedule.m:
             raise ConfigError(
-                f"the schedule has {self.schedule.m} microbatches, got {len(micro_batches)}"
+                f"the schedule has {number_of(self.schedule.m, 'microbatch')}, got "
+                f"{len(micro_batches)}"
             )
         return self._run(
             self._program, micro_batches, train=True, loss_scale=loss_scale, trace=trace

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megalite.process.launcher import Launch
+from megalite.wording import number_of
 
 _SLOW_S = 1.0  # a kernel that was on disk takes less
 _EVERY_S = 10.0  # between two lines of progress
@@ -78,7 +79,7 @@ class CompileQueue:
         now = time.monotonic()
         if now - self._reported_s >= _EVERY_S:
             self._reported_s = now
-            kernels = "1 kernel" if self._compiled == 1 else f"{self._compiled} kernels"
+            kernels = number_of(self._compiled, "kernel")
             self._report(
                 f"compiling Triton's kernels: {kernels} in {self._seconds:.0f} s so far, "
                 f"the last one {fn.name.strip('_')}"

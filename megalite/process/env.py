@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from megalite.config.names import number_of
 from megalite.errors import ConfigError, MegaliteError
 from megalite.process.launcher import DeviceKind, Launch
 from megalite.process.world_check import own_traits, require_same_traits
+from megalite.wording import number_of
 
 
 def pick_device(launch: Launch, kind: DeviceKind = "auto") -> torch.device:
@@ -39,11 +39,9 @@ def pick_device(launch: Launch, kind: DeviceKind = "auto") -> torch.device:
     if count == 1 and launch.source == "slurm":
         return torch.device("cuda", 0)  # --gpus-per-task and --gpu-bind show a task its own alone
     if count < needed:
-        fewer = f"start at most {number_of(count, 'process', 'processes')} a host, or " * (
-            count > 0
-        )
+        fewer = f"start at most {number_of(count, 'process')} a host, or " * (count > 0)
         raise ConfigError(
-            f"{number_of(needed, 'process', 'processes')} on host {socket.gethostname()} need a "
+            f"{number_of(needed, 'process')} on host {socket.gethostname()} need a "
             f"GPU each, but it has {count}; {fewer}add --device cpu"
         )
     return torch.device("cuda", launch.local_rank)

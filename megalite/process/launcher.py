@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megalite.errors import ConfigError
+from megalite.wording import number_of
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -220,7 +221,8 @@ def _require_place(launch: Launch, rank: str, world_size: str, problems: list[st
         )
     if not problems and not launch.local_rank < launch.local_world_size <= launch.world_size:
         problems.append(
-            f"local rank {launch.local_rank} of {launch.local_world_size} processes on this host "
+            f"local rank {launch.local_rank} of "
+            f"{number_of(launch.local_world_size, 'process')} on this host "
             f"does not fit a world of {launch.world_size}"
         )
     if problems:

@@ -26,13 +26,13 @@ from typing import Any, Literal
 
 import torch
 
-from megalite.config.names import number_of
 from megalite.errors import EXIT_FAULT, EXIT_SAVED, EXIT_USER, ConfigError, MegaliteError
 from megalite.process.env import hold_port, init_process, pick_device
 from megalite.process.failures import RankFailure, summarize
 from megalite.process.launcher import DeviceKind, Launch
 from megalite.process.signals import CAUGHT, SignalFlag, leave_now
 from megalite.process.terminal import replace_unencodable, show_cursor
+from megalite.wording import number_of
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -171,7 +171,9 @@ def _kind_for(world_size: int, kind: DeviceKind) -> DeviceKind:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < count < world_size:
         gpus = number_of(count, "GPU")
-        print(f"{world_size} processes and {gpus} here: they run on the CPU", flush=True)
+        print(
+            f"{number_of(world_size, 'process')} and {gpus} here: they run on the CPU", flush=True
+        )
     return "cuda" if count >= world_size else "cpu"
 
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from megalite.distributed.agree import PeerFailedError
 from megalite.errors import ConfigError
+from megalite.wording import number_of
 
 _DEVICE = "device"
 _VERDICT = "verdict"  # key of the store: what rank 0 found, as lines; empty if all are equal
@@ -92,7 +93,7 @@ def _where(hosts: list[str]) -> str:
     """Ranks counted, and their hosts named."""
     names = list(dict.fromkeys(hosts))
     more = f" and {len(names) - _MOST_HOSTS} more hosts" if len(names) > _MOST_HOSTS else ""
-    ranks = "1 rank" if len(hosts) == 1 else f"{len(hosts)} ranks"
+    ranks = number_of(len(hosts), "rank")
     return f"{ranks} ({', '.join(names[:_MOST_HOSTS])}{more})"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.record.figure import FONT_PT, new_figure
 from megalite.record.report import RunRecord, eval_names, short_count, summary, vocab_size
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,7 +151,7 @@ def _draw_guessing(axes: Axes, size: int) -> None:
     axes.text(
         0.995,
         loss,
-        f"guessing among {size} tokens: {loss:.2f}",
+        f"guessing among {number_of(size, 'token')}: {loss:.2f}",
         transform=axes.get_yaxis_transform(),
         size=FONT_PT - 1,
         ha="right",
@@ -228,7 +229,9 @@ def _draw_legend(
         entries.append(("training", {**shared, **_FEW_STEPS}))
     if span is not None:
         entries.append(("training, each step", {**shared, **_EVERY_STEP}))
-        entries.append((f"smoothed (exponential, span {span} steps)", {**shared, **_SMOOTHED}))
+        entries.append(
+            (f"smoothed (exponential, span {number_of(span, 'step')})", {**shared, **_SMOOTHED})
+        )
     entries += [
         (kind, {**look, **shared, "ls": "--"} if several else look)
         for kind, look in {kind: look for (_, kind), look in sets.items()}.items()

@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from megalite.errors import ConfigError, MegaliteError, cannot_write
 from megalite.process.locks import lock_file
 from megalite.process.secrets import Redaction
+from megalite.wording import number_of
 
 TIME_PARTS = ("compute", "tp_comm", "pp_wait", "dp_comm", "data", "optimizer", "other")
 
@@ -48,10 +49,10 @@ class Lines:
         """A sentence about the damaged lines; None if there are none."""
         if not self.damaged:
             return None
-        if len(self.damaged) == 1:
-            subject = "1 line of metrics.jsonl cannot be used and is left out"
-        else:
-            subject = f"{len(self.damaged)} lines of metrics.jsonl cannot be used and are left out"
+        subject = (
+            f"{number_of(len(self.damaged), 'line')} of metrics.jsonl cannot be used and "
+            f"{'is' if len(self.damaged) == 1 else 'are'} left out"
+        )
         shown = ", ".join(str(number) for number in self.damaged[:5])
         more = ", ..." if len(self.damaged) > 5 else ""
         return f"{subject}: line {shown}{more}"

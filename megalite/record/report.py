@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.errors import DataError
 from megalite.record.records import TIME_PARTS, Lines, read_lines
+from megalite.wording import number_of
 
 _MEANING = {
     "compute": "forward and backward arithmetic",
@@ -137,7 +138,7 @@ def summary(record: RunRecord) -> list[str]:
     found = figures(record)
     steps, vocab, evaluations = found["steps"], found["vocab_size"], found["evaluations"]
     tokens, parameters = map(short_count, (found["consumed_tokens"], found["parameters"]))
-    count = "1 step" if steps == 1 else f"{steps} steps"
+    count = number_of(steps, "step")
     lines = [
         f"{count}, {tokens} tokens, {parameters} parameters",
         "training loss   " + _change(found["loss"]),
@@ -146,7 +147,7 @@ def summary(record: RunRecord) -> list[str]:
     lines += [f"{name} loss".ljust(width) + _change(ends) for name, ends in evaluations.items()]
     if vocab is not None:
         guess = f"{found['guessing_loss']:.4f}"
-        lines.append(f"guessing among {vocab} tokens would be ln({vocab}) = {guess}")
+        lines.append(f"guessing among {number_of(vocab, 'token')} would be ln({vocab}) = {guess}")
     if record.damage is not None:
         lines.append(f"warning: {record.damage}")
     return lines

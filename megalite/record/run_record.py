@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import RunConfig
-from megalite.config.names import number_of
 from megalite.optim.distributed_optimizer import StepResult
 from megalite.optim.state_tensors import MemoryReport
 from megalite.process.determinism import determinism
@@ -19,6 +18,7 @@ from megalite.record import metrics
 from megalite.record.metrics import Device
 from megalite.run.batch_plan import BatchPlan
 from megalite.run.model_math import flops_text, parameter_counts, training_flops
+from megalite.wording import number_of
 
 _MIB = 2**20
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.config import RunConfig
 from megalite.record.metrics import Device, device_memory_text
+from megalite.wording import number_of
 
 
 def has_line(config: RunConfig, step: int, total_steps: int) -> bool:
@@ -49,7 +50,10 @@ class StepLines:
                 f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | "
                 f"lm loss PPL: {math.exp(min(20, loss)):.6E} | "
             )
-        return f"step {step:5d}/{self._total}  {name} loss {loss:.4f} over {tokens} tokens"
+        return (
+            f"step {step:5d}/{self._total}  {name} loss {loss:.4f} over "
+            f"{number_of(tokens, 'token')}"
+        )
 
 
 def step_line(line: dict[str, Any], total_steps: int, device: Device) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megalite.config import RunConfig
-from megalite.config.names import number_of
 from megalite.errors import ConfigError
 from megalite.run.model_math import forward_flops
 from megalite.run.parameters import ModelStage, Tying
+from megalite.wording import number_of
 
 
 def stages_of(config: RunConfig, placement: Sequence[int]) -> list[ModelStage]:
@@ -108,7 +108,7 @@ def _explicit_problems(config: RunConfig, given: list[int]) -> list[str]:
     problems = []
     if len(given) != _num_stages(config):
         problems.append(
-            f"parallel.stage_layers has {number_of(len(given), 'entry', 'entries')}, "
+            f"parallel.stage_layers has {number_of(len(given), 'entry')}, "
             f"{_stages_text(config)} {'needs' if _num_stages(config) == 1 else 'need'} "
             f"{_num_stages(config)}; give one number for each stage"
         )
@@ -116,7 +116,7 @@ def _explicit_problems(config: RunConfig, given: list[int]) -> list[str]:
     if missing:
         change = f"add {missing}" if missing > 0 else f"take away {-missing}"
         problems.append(
-            f"parallel.stage_layers={given} adds up to {sum(given)} layers, "
+            f"parallel.stage_layers={given} adds up to {number_of(sum(given), 'layer')}, "
             f"model.num_layers={num_layers}; {change}"
         )
     return problems

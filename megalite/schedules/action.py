@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from megalite.errors import ScheduleError
+from megalite.wording import number_of
 
 FORWARD: Final = "F"  # forward of one stage for one microbatch
 BACKWARD_INPUT: Final = "B"  # gradient with respect to the stage's input
@@ -104,7 +105,8 @@ class Schedule:
         counts = [self.place.count(rank) for rank in range(self.p)]
         if not self.place or sum(counts) != len(self.place) or len(set(counts)) != 1:
             raise ScheduleError(
-                f"place={self.place} must give each of the {self.p} ranks equally many stages"
+                f"place={self.place} must give each of the {number_of(self.p, 'rank')} equally "
+                "many stages"
             )
 
     @property
@@ -165,7 +167,8 @@ def parse(text: str) -> Schedule:
     place = tuple(int(rank) for rank in found[4].split(","))
     if len(lines) != p or len(place) != p * v:
         raise ScheduleError(
-            f"p={p} v={v} needs {p} lines and {p * v} places; got {len(lines)} and {len(place)}"
+            f"p={p} v={v} needs {number_of(p, 'line')} and {number_of(p * v, 'place')}; got "
+            f"{len(lines)} and {len(place)}"
         )
     return Schedule(m, place, tuple(_parse_rank(rank, line) for rank, line in enumerate(lines)))
 

@@ -201,7 +201,7 @@ def build(name: str, p: int, v: int, m: int) -> Schedule:
         needed = chunks.text if chunks.maximum is None else f"= {chunks.text}"
         others = ", ".join(other.name for other in SCHEDULES.values() if other.chunks.allows(v))
         raise ScheduleError(
-            f"{name} needs v {needed} chunks per rank, got v={v}; with v={v} use one of {others}"
+            f"{name} needs v {needed} (chunks per rank), got v={v}; with v={v} use one of {others}"
         )
     return schedule.make(p, v, m)
 

@@ -33,6 +33,7 @@ from megalite.schedules.action import (
 )
 from megalite.schedules.blocking import require_finish
 from megalite.schedules.simulate import Durations, simulate
+from megalite.wording import number_of
 
 
 def check_schedule(schedule: Schedule, *, forward_only: bool = False) -> None:
@@ -100,7 +101,9 @@ def _check_kinds(schedule: Schedule, kinds: frozenset[str]) -> None:
             allowed = ", ".join(sorted(kinds))
             raise _error(rank, index, action, f"kind {action.kind!r} is not one of {allowed}")
         if not 0 <= action.stage < schedule.num_stages:
-            raise _error(rank, index, action, f"there are only {schedule.num_stages} stages")
+            raise _error(
+                rank, index, action, f"there are only {number_of(schedule.num_stages, 'stage')}"
+            )
         in_range = action.mb == -1 if action.kind == REDUCE else 0 <= action.mb < schedule.m
         if not in_range:
             raise _error(rank, index, action, f"microbatch is not in 0..{schedule.m - 1}")

@@ -26,6 +26,7 @@ from megalite.schedules.action import (
     Schedule,
 )
 from megalite.schedules.check import check_schedule
+from megalite.wording import number_of
 
 FILE = "file:"  # start of a schedule's name that is a path
 
@@ -176,7 +177,8 @@ def _num_micro_batches(rows: list[_Row]) -> int:
         for index, action in enumerate(row.actions):
             if action.mb >= size:
                 raise ScheduleError(
-                    f"{row.where(index)}: microbatch {action.mb} in a file of {size} actions; "
+                    f"{row.where(index)}: microbatch {action.mb} in a file of "
+                    f"{number_of(size, 'action')}; "
                     "microbatches are 0, 1, 2 and so on"
                 )
     return 1 + max(action.mb for row in rows for action in row.actions)

@@ -25,6 +25,7 @@ from megalite.run.batch_plan import BatchPlan, BatchStage, batch_plan, horizon_s
 from megalite.run.lr_phases import LrPhases, lr_phases
 from megalite.run.parameters import stage_parameters, whole_model
 from megalite.run.rules import rule_of
+from megalite.wording import number_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def changed_settings(
     )
     order_note = (
         f" (saved by a version that did not round weights to 1/{MAX_PARTS}: its order is not kept; "
-        f"each source goes on behind its share of the {plan.first_sample(step)} samples taken, "
+        "each source goes on behind its share of the "
+        f"{number_of(plan.first_sample(step), 'sample')} taken, "
         "give or take one)"
     )
     changed = []

@@ -22,6 +22,7 @@ from typing import Any
 
 from megalite.config import RunConfig
 from megalite.errors import MegaliteError
+from megalite.wording import number_of
 
 SPIKE, NON_FINITE = "loss spike", "non-finite gradients"
 
@@ -82,7 +83,11 @@ class SpikeGuard:
 
     def message(self, step: int, spike: Spike) -> str:
         """The error message of a run that stops at `step` (from 1)."""
-        skipped = f", after {self.in_a_row} skipped steps in a row" if self.policy == "skip" else ""
+        skipped = (
+            f", after {number_of(self.in_a_row, 'skipped step')} in a row"
+            if self.policy == "skip"
+            else ""
+        )
         change = (
             'set train.loss_spike = "skip"'
             if self.policy == "stop"

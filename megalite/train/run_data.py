@@ -10,7 +10,6 @@ from functools import cache, partial
 
 from megalite.config import RunConfig
 from megalite.config.inputs import NO_DATA, sources, split_set_names
-from megalite.config.names import number_of
 from megalite.config.shares import SPLIT_NAMES
 from megalite.data.batches import Batches
 from megalite.data.dataset import TokenDataset, TokenSpan
@@ -19,6 +18,7 @@ from megalite.data.inputs import open_dataset, packing_of, split_source, whole_s
 from megalite.distributed.equality import all_equal
 from megalite.distributed.mesh import Mesh
 from megalite.errors import ConfigError, DataError
+from megalite.wording import number_of
 
 # Evaluation sets are shuffled, so that a part of one (eval.batches) is a fair sample; the same part
 # for every train.seed.
@@ -120,7 +120,8 @@ def describe_data(
         own = samples.num_samples
         epochs = f" = {(end - before) / own:.3g} epochs" if own else ""
         lines.append(
-            f"data {source.name}: {span.num_tokens} tokens = {own} samples to train on; "
+            f"data {source.name}: {number_of(span.num_tokens, 'token')} = "
+            f"{number_of(own, 'sample')} to train on; "
             + (f"{before} taken before, " if before else "")
             + f"this run takes {end - before}{epochs}"
         )

@@ -14,6 +14,7 @@ from megalite.config import RunConfig
 from megalite.data.tokenizer import Tokenizer, open_tokenizer
 from megalite.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from megalite.errors import ConfigError, DataError
+from megalite.wording import number_of
 
 RECORD = "tokenizer"  # key of the record in a checkpoint's trainer state
 
@@ -63,7 +64,7 @@ def run_tokenizer(checkpoint: Checkpoint, config: RunConfig, named: str | None =
         )
     if tokenizer.vocab_size > config.model.vocab_size:
         raise DataError(
-            f"tokenizer {files.path} has {tokenizer.vocab_size} ids, the model "
+            f"tokenizer {files.path} has {number_of(tokenizer.vocab_size, 'id')}, the model "
             f"{config.model.vocab_size}; give the one that the model was trained with"
         )
     return tokenizer

@@ -37,6 +37,7 @@ from megalite.train.changes import (
     trainer_state,
 )
 from megalite.train.origin import check_origin
+from megalite.wording import number_of
 
 CHECKED_BYTES = 1 << 30  # read and summed in less than a second
 
@@ -58,7 +59,8 @@ def launcher_problems(config: RunConfig, launch: Launch, local: bool) -> list[st
         return []
     return [
         f"parallel.tp={layout.tp} x parallel.pp={layout.pp} x parallel.dp={layout.dp} needs "
-        f"{layout.world_size} processes, this is 1; add --local to start them here, or start with "
+        f"{number_of(layout.world_size, 'process')}, this is 1; add --local to start them "
+        "here, or start with "
         f"torchrun --nproc-per-node={layout.world_size} --no-python megalite train ..."
     ]
 

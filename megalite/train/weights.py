@@ -11,7 +11,7 @@ from megalite.checkpoint.load import load
 from megalite.checkpoint.shard_file import dtype_name
 from megalite.config import RunConfig
 from megalite.config.meaning import same_meaning
-from megalite.config.names import keys, number_of, toml_value, value_of
+from megalite.config.names import keys, toml_value, value_of
 from megalite.config.saved import saved_config
 from megalite.distributed.agree import Ranks, on_all_ranks
 from megalite.errors import CheckpointError
@@ -19,6 +19,7 @@ from megalite.exchange.folder import open_weights
 from megalite.train.changes import require_same_function
 from megalite.train.engine import Engine
 from megalite.train.state import named_pieces
+from megalite.wording import number_of
 
 
 def load_weights(

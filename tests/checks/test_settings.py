@@ -114,8 +114,8 @@ def test_the_plain_config_is_valid() -> None:
          "parallel.sequence_parallel=true has no effect with parallel.tp=1; "
          "set parallel.tp >= 2 or parallel.sequence_parallel=false"),
         ({"parallel__tp": 2, "parallel__sequence_parallel": True, "data__seq_length": 33}, None,
-         "parallel.sequence_parallel: train.micro_batch=1 x data.seq_length=33 = 33 tokens are "
-         "not divisible by parallel.tp=2; use data.seq_length=32 or 34"),
+         "parallel.sequence_parallel: train.micro_batch=1 x data.seq_length=33 = 33 tokens, "
+         "which parallel.tp=2 does not divide; use data.seq_length=32 or 34"),
         ({"parallel__tp": 8}, None,
          "parallel.tp=8 is more than model.num_kv_heads=4; use parallel.tp=1, 2 or 4, or "
          "model.num_kv_heads=8"),

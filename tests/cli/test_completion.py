@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megalite.cli.main import app
+from megalite.cli.main import app, main
 from tests import ROOT
 
 TAB = b"\t"
@@ -107,6 +107,13 @@ def bash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bash]:
         ("megalite train own", "megalite train own.toml "),
         ("megalite train my", r"megalite train my\ runs/"),
         ("megalite train q data.path=te", "megalite train q data.path=texts/"),
+        ('megalite train "my runs/r', 'megalite train "my runs/run.toml" '),
+        ('megalite train q data.path="my r', 'megalite train q data.path="my runs"/'),
+        ("megalite train q pipeline.schedule=zb-v", "megalite train q pipeline.schedule=zb-v "),
+        (
+            "megalite train q --accept=train.seed,optimizer.eps",
+            "megalite train q --accept=train.seed,optimizer.eps ",
+        ),
         ("megalite schedule fil", "megalite schedule file:"),
         ("megalite schedule file:ow", "megalite schedule file:own.toml "),
     ],
@@ -169,11 +176,60 @@ def completed(line: str) -> list[str]:
         ("megalite schedule --config quicks", ["quickstart"]),
         ("megalite schedule --config c.toml parallel.tp", ["parallel.tp=", "parallel.tp=1"]),
         ("megalite data prepare --on-bad ", ["fail", "skip"]),
+        (
+            "megalite train c.toml pipeline.schedule=zb-h",
+            [f"pipeline.schedule=zb-h{n}" for n in (1, 2)],
+        ),
+        ("megalite train c.toml kernels.norm=", ["kernels.norm=auto", "kernels.norm=apex"]),
+        ("megalite train c.toml --accept train.st", ["train.steps"]),
+        ("megalite train c.toml --accept data,train.st", ["data,train.steps"]),
+        ("megalite train c.toml --accept all", ["all-listed"]),
     ],
 )
 def test_whole_words(line: str, offered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert completed(line) == offered
+
+
+@pytest.mark.parametrize(
+    ("shell", "line", "printed"),
+    [
+        # fish compares whole words, of options too, and offers files behind "=" itself.
+        ("fish", "megalite plan q --hardware=h2", "--hardware=h200\n"),
+        ("fish", "megalite plan q optimizer.lr_schedule=w", "optimizer.lr_schedule=wsd\n"),
+        ("fish", "megalite train q data.path=te", "\n"),
+        # zsh leaves alone what stands before a value, and then offers files or these words.
+        (
+            "zsh",
+            "megalite plan q --hardware=h2",
+            "compset -P '*=';\n_arguments '*: :((\"h200\"))'\n",
+        ),
+        (
+            "zsh",
+            "megalite plan q optimizer.lr_schedule=w",
+            "compset -P '*=';\n_arguments '*: :((\"wsd\"))'\n",
+        ),
+        ("zsh", "megalite train q data.path=te", "compset -P '*=';\n_files\n"),
+        ("zsh", "megalite schedule file:ow", "compset -P '*:';\n_files\n"),
+        ("zsh", "megalite train quicks", "_arguments '*: :((\"quickstart\"))'\n"),
+    ],
+)
+def test_the_words_of_a_value_are_those_of_the_shell(
+    shell: str,
+    line: str,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["megalite"])
+    monkeypatch.setenv("_MEGALITE_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out == printed
 
 
 def test_completion_imports_nothing_heavy() -> None:

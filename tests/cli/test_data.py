@@ -51,7 +51,7 @@ def test_a_tokenizer_is_trained_reported_and_used(source: Path, tmp_path: Path) 
         "documents  61 ",
         "broken JSON: 1",
         f"{source}:62: broken JSON",
-        f"1 long lines split ({10_000 / total:.2%} of bytes)",
+        f"1 long line split ({10_000 / total:.2%} of bytes)",
         f"wrote      {out} (284 entries)",
     ):
         assert part in stdout
@@ -95,7 +95,7 @@ def test_exit_codes_and_lines_of_prepare(source: Path, tmp_path: Path) -> None:
     assert stderr.count("\n") == 1
     code, stdout, _ = invoke("prepare", source, *arguments, "--on-bad", "skip")
     assert code == 0
-    assert "skipped    1 documents (missing key 'text': 1)" in stdout
+    assert "skipped    1 document (missing key 'text': 1)" in stdout
     code, _, stderr = invoke("prepare", source, *arguments, "--on-bad", "skip")
     assert code == 2
     assert f"{tmp_path}/out.idx exists" in stderr

@@ -124,7 +124,7 @@ def test_a_picture_too_wide_for_text_leaves_the_numbers_and_the_options() -> Non
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0
     title, advice = done.output.splitlines()
-    assert title.startswith("1f1b: 4 ranks x 1 chunks, 2000 microbatches; step 6009, bubble ")
+    assert title.startswith("1f1b: 4 ranks x 1 chunk, 2000 microbatches; step 6009, bubble ")
     assert advice.startswith("no picture here: the picture would be 6009 columns wide, 2000 are ")
     assert advice.endswith("(--unit, --svg, --html)")
     assert refused(*arguments[1:], "--unit", "1").startswith("error: the picture would be 6009 ")

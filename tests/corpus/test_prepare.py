@@ -90,7 +90,7 @@ def test_text_that_a_tokenizer_drops_counts_as_unknown(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", words_tokenizer(unk=None))
     (tmp_path / "a.txt").write_text("The fox \u4e2d\u6587 reads")
     out = str(tmp_path / "out")
-    with pytest.raises(DataError, match="0 unknown ids stand for 6 of 20 bytes"):
+    with pytest.raises(DataError, match="0 unknown ids for 6 of 20 bytes"):
         prepare(str(tmp_path / "a.txt"), out, tokenizer=str(folder))
     report = prepare(str(tmp_path / "a.txt"), out, tokenizer=str(folder), max_unknown=0.5)
     assert report.sidecar.source.unknown_bytes == 6
@@ -253,7 +253,7 @@ def test_unknown_text_is_counted_by_its_bytes_and_refused(
     options: dict[str, Any] = {"tokenizer": without_bytes, "num_workers": workers}
     with pytest.raises(DataError) as caught:
         prepare(str(path), str(tmp_path / "out"), **options)
-    assert f"3 unknown ids stand for 420 of {text_bytes:,} bytes" in str(caught.value)
+    assert f"3 unknown ids for 420 of {text_bytes:,} bytes" in str(caught.value)
     assert f"({share:.2%}), and --max-unknown is 1.00%" in str(caught.value)
     report = prepare(str(path), str(tmp_path / "out"), **options, max_unknown=share + 1e-9)
     assert report.num_kept_documents == 62  # nothing is encoded twice

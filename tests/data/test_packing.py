@@ -85,7 +85,7 @@ def test_long_documents_are_cut_or_left_out_and_counted(make: Callable[..., Path
     assert tokens == [[1, 2, 3], *kept, [7, 8, 9]]
     notes = batches.samples[0].notes()
     done = "left out, with 15 tokens" if drop else "cut there, with 6 tokens"
-    assert notes[1] == f"1 documents of more than 9 tokens are {done} (data.long_documents)"
+    assert notes[1] == f"1 document of more than 9 tokens is {done} (data.long_documents)"
     assert notes[0] == f"whole documents fill {4 / 16 if drop else 12 / 24:.1%} of the samples"
 
 

@@ -131,7 +131,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, folder: Path):
     with pytest.raises(DataError, match="eos_token '<none>' is not in its vocabulary"):
         _ = open_tokenizer(write_folder(tmp_path / "bad", eos_token="<none>")).eos_id
     added = {"500": {"content": "<|more|>"}}
-    with pytest.raises(DataError, match=r"adds 1 tokens that tokenizer.json lacks, '<|more|>'"):
+    with pytest.raises(DataError, match=r"adds 1 token that tokenizer.json lacks, '<|more|>'"):
         open_tokenizer(write_folder(tmp_path / "more", added_tokens_decoder=added))
 
 

@@ -75,9 +75,9 @@ def test_receives_are_posted_ahead_on_cpu_alone(monkeypatch):
 def test_counts_must_fit():
     mesh = Mesh(Topology())
     schedule = build("gpipe", 1, 2, 3)
-    with pytest.raises(ConfigError, match="1 pipeline ranks with 2 chunks each, got 1 ranks and 1"):
+    with pytest.raises(ConfigError, match="1 pipeline rank with 2 chunks each, got 1 rank and 1"):
         PipelineRuntime(schedule, stages_of(mesh, schedule)[:1], mesh, BOUNDARY)
-    with pytest.raises(ConfigError, match="got 1 ranks"):
+    with pytest.raises(ConfigError, match="got 1 rank "):
         PipelineRuntime(build("gpipe", 2, 1, 3), stages_of(mesh, schedule), mesh, BOUNDARY)
     runtime, _ = one_rank()
     with pytest.raises(ConfigError, match="has 3 microbatches, got 2"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests import ROOT, tracked_files
 
-PURE = ("checks", "config", "errors", "layout", "planner", "run", "schedules")
+PURE = ("checks", "config", "errors", "layout", "planner", "run", "schedules", "wording")
 
 
 def run_python(code: str, cwd: Path, *arguments: str) -> str:
@@ -138,7 +138,7 @@ def test_architecture_names_every_package() -> None:
 
 def test_the_top_holds_packages() -> None:
     files = {path.name for path in (ROOT / "megalite").iterdir() if path.is_file()}
-    assert files == {"__init__.py", "__main__.py", "errors.py", "py.typed"}
+    assert files == {"__init__.py", "__main__.py", "errors.py", "py.typed", "wording.py"}
     assert len(list((ROOT / "kernels").glob("*.py"))) <= 8
 
 

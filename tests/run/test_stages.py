@@ -94,7 +94,7 @@ def test_known_spreads(layers: int, parallel: dict[str, Any], counts: list[int])
         (1, {"pp": 2}, "use at most 1 stage, at least 2 layers"),
         (3, {"pp": 2, "vpp": 2}, r"use at most 3 stages \(parallel.vpp=1 or fewer\), at least 4"),
         (1, {"pp": 4, "embedding_layers": 1.0, "head_layers": 1.0}, "at least 2 layers"),
-        (2, {"pp": 2, "stage_layers": [1, 0]}, "adds up to 1 layers, model.num_layers=2; add 1"),
+        (2, {"pp": 2, "stage_layers": [1, 0]}, "adds up to 1 layer, model.num_layers=2; add 1"),
         (2, {"stage_layers": [1, 1]}, "has 2 entries, .* = 1 stage needs 1"),
     ],
 )

@@ -180,9 +180,9 @@ def test_megatrons_group_size() -> None:
     ("arguments", "words"),
     [
         (("zb-w", 4, 2, 8), "did you mean zb-v?"),
-        (("1f1b", 4, 2, 8), "needs v = 1 chunks per rank, got v=2; with v=2 use one of gpipe, "),
-        (("zb-v", 4, 3, 8), "needs v = 2 chunks per rank, got v=3"),
-        (("interleaved", 4, 1, 8), "needs v >= 2 chunks per rank, got v=1"),
+        (("1f1b", 4, 2, 8), "needs v = 1 (chunks per rank), got v=2; with v=2 use one of gpipe, "),
+        (("zb-v", 4, 3, 8), "needs v = 2 (chunks per rank), got v=3"),
+        (("interleaved", 4, 1, 8), "needs v >= 2 (chunks per rank), got v=1"),
         (("dualpipe-v", 4, 2, 7), "needs m >= 2p microbatches, got m=7 for p=4; use m >= 8"),
         (("family:f=x", 4, 1, 8), "is no member of the family; write family:f=NUMBER"),
         (("family:warm=1", 4, 1, 8), "is no member of the family"),

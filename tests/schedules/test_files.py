@@ -243,7 +243,7 @@ def run(*arguments: str) -> str:
 def test_the_command_draws() -> None:
     lines = run("zb-h1", "--pp", "4", "--microbatches", "6").splitlines()
     assert lines[0] == (
-        "zb-h1: 4 ranks x 1 chunks, 6 microbatches; step 21, bubble 14.3%, activations of at most "
+        "zb-h1: 4 ranks x 1 chunk, 6 microbatches; step 21, bubble 14.3%, activations of at most "
         "4 microbatches a rank"
     )
     assert lines[1:] == picture("zb-h1", 4, 1, 6)
@@ -326,7 +326,7 @@ def test_the_command_writes_every_form(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["zb-w"], "schedule 'zb-w' is unknown (did you mean zb-v?)"),
-        (["1f1b", "--chunks", "2"], "1f1b needs v = 1 chunks per rank, got v=2"),
+        (["1f1b", "--chunks", "2"], "1f1b needs v = 1 (chunks per rank), got v=2"),
         (["1f1b", "--unit", "0"], "unit=0 must be > 0"),
         (["1f1b", "--stages", "2"], "--stages is no option; write --pp N for N pipeline ranks"),
         (["1f1b", "zb-h1", "--svg", "x.svg"], "files are written for one schedule at a time"),

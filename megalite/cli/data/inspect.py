@@ -10,6 +10,7 @@ import typer
 from megalite.cli.data.source import unknown
 from megalite.cli.formatting import print_json
 from megalite.cli.options import AsJson, path
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.data.inspection import Inspection
@@ -70,17 +71,18 @@ def report(found: Inspection, rendered: bool = False) -> list[str]:
     lines = [
         f"dataset    {found.prefix}",
         f"tokens     {found.num_tokens:,} ({found.dtype})",
-        f"documents  {found.num_documents:,} in {found.num_sequences:,} sequences",
+        f"documents  {found.num_documents:,} in {number_of(found.num_sequences, 'sequence', ',')}",
         *_trained(found),
         *_origin(found),
         f"lengths    mean {found.mean_tokens:,.1f} tokens; quantiles {quantiles or 'none'}",
         *_histogram(found),
     ]
     for shown in found.shown:
+        count = number_of(shown.num_tokens, "token", ",")
         if rendered:
-            lines += [f"document {shown.number} ({shown.num_tokens:,} tokens):", shown.text]
+            lines += [f"document {shown.number} ({count}):", shown.text]
         else:
-            lines.append(f"document {shown.number} ({shown.num_tokens:,} tokens): {shown.text!r}")
+            lines.append(f"document {shown.number} ({count}): {shown.text!r}")
     for check in found.checks:
         lines.append(f"check {check.name}: {'good' if check.good else 'BAD'}: {check.detail}")
     return lines
@@ -92,7 +94,7 @@ def _trained(found: Inspection) -> list[str]:
     stated = found.sidecar.loss_mask if found.sidecar is not None else None
     share = max(found.trained_tokens, 0) / max(found.num_tokens, 1)
     by = f", marked by {stated.marked_by} of {stated.template}" if stated is not None else ""
-    return [f"trained    {found.trained_tokens:,} tokens ({share:.1%}){by}"]
+    return [f"trained    {number_of(found.trained_tokens, 'token', ',')} ({share:.1%}){by}"]
 
 
 def _origin(found: Inspection) -> list[str]:
@@ -100,9 +102,9 @@ def _origin(found: Inspection) -> list[str]:
         return ["source     not known (no .json beside it)"]
     source = found.sidecar.source
     lines = [
-        f"source     {source.description} ({source.text_bytes:,} bytes of text)",
+        f"source     {source.description} ({number_of(source.text_bytes, 'byte', ',')} of text)",
         f"tokenizer  {found.tokenizer or found.sidecar.tokenizer.file} "
-        f"({found.sidecar.vocab_size:,} entries, end id {found.sidecar.eos_id})",
+        f"({number_of(found.sidecar.vocab_size, 'entry', ',')}, end id {found.sidecar.eos_id})",
     ]
     if source.unknown_ids is not None and source.unknown_bytes is not None:
         lines.append(unknown(source.unknown_ids, source.unknown_bytes, source.text_bytes))

@@ -8,6 +8,7 @@ import typer
 
 from megalite.cli.data.source import Out, Overwrite
 from megalite.cli.options import path
+from megalite.wording import number_of
 
 
 def merge(
@@ -26,6 +27,6 @@ def merge(
 
     made = run(out, prefixes, overwrite)
     typer.echo(
-        f"wrote {out}.bin .idx: {made.num_tokens:,} tokens ({made.dtype.name}), "
-        f"{made.num_documents:,} documents of {len(prefixes)} datasets"
+        f"wrote {out}.bin .idx: {number_of(made.num_tokens, 'token', ',')} ({made.dtype.name}), "
+        f"{number_of(made.num_documents, 'document', ',')} of {number_of(len(prefixes), 'dataset')}"
     )

@@ -25,6 +25,7 @@ from megalite.cli.data.source import (
 )
 from megalite.cli.data.tokenizer import ModelTypeName, tokenizer, training
 from megalite.cli.options import Group, Verb, path
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.corpus.documents import Form
@@ -176,7 +177,7 @@ def trained(made: Sidecar) -> list[str]:
     mask, share = made.loss_mask, made.loss_mask.trained_tokens / max(made.num_tokens, 1)
     tags = "its generation tags" if mask.marked_by == "generation" else "what each turn adds"
     return [
-        f"trained    {mask.trained_tokens:,} tokens ({share:.1%}), found by {tags}",
+        f"trained    {number_of(mask.trained_tokens, 'token', ',')} ({share:.1%}), found by {tags}",
         f"template   {mask.template}",
     ]
 
@@ -188,9 +189,9 @@ def summary(report: PrepareReport) -> list[str]:
     rate = text_bytes / 1e6 / max(report.encode_s, 1e-9)
     lines = [
         f"source     {made.source.description}",
-        f"documents  {made.num_documents:,} ({text_bytes:,} bytes of text)",
+        f"documents  {made.num_documents:,} ({number_of(text_bytes, 'byte', ',')} of text)",
         *left_out(counts.corpus),
-        f"tokenizer  {report.tokenizer} ({made.vocab_size:,} entries)",
+        f"tokenizer  {report.tokenizer} ({number_of(made.vocab_size, 'entry', ',')})",
     ]
     if report.training is not None:
         lines += training(report.training)
@@ -203,7 +204,7 @@ def summary(report: PrepareReport) -> list[str]:
         "documents decode to their exact text",
         *([f"           {counts.first_change}"] if counts.first_change else []),
         f"seconds    {report.train_s:.1f} training, {report.encode_s:.1f} encoding "
-        f"({rate:.2f} MB/s, {report.num_workers} workers)",
+        f"({rate:.2f} MB/s, {number_of(report.num_workers, 'worker')})",
     ]
 
     # A continuation, or its end by other options, is reported: the seconds are this process's.
@@ -211,7 +212,8 @@ def summary(report: PrepareReport) -> list[str]:
         lines.append(_OTHER_OPTIONS)
     if report.num_kept_documents:
         lines.append(
-            f"continued  {report.num_kept_documents:,} documents of an interrupted run were kept"
+            f"continued  {number_of(report.num_kept_documents, 'document', ',')} kept of an "
+            "interrupted run"
         )
     model = " .model" if report.training is not None else ""
     model += " .mask" if made.loss_mask is not None else ""

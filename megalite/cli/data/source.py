@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalite.cli.options import path
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.corpus.chat import ChatForm
@@ -142,7 +143,10 @@ def require_no_chat_options(
 def unknown(num_ids: int, num_bytes: int, text_bytes: int) -> str:
     """A line about the text that became unknown ids."""
     share = num_bytes / text_bytes if text_bytes else 0.0
-    return f"unknown    {num_ids:,} ids for {num_bytes:,} bytes of text ({share:.2%})"
+    return (
+        f"unknown    {number_of(num_ids, 'id', ',')} for {number_of(num_bytes, 'byte', ',')} of "
+        f"text ({share:.2%})"
+    )
 
 
 def left_out(corpus: CorpusReport) -> list[str]:
@@ -150,7 +154,7 @@ def left_out(corpus: CorpusReport) -> list[str]:
     lines = []
     if corpus.skipped:
         counts = ", ".join(f"{fault}: {count:,}" for fault, count in sorted(corpus.skipped.items()))
-        lines.append(f"skipped    {corpus.skipped.total():,} documents ({counts})")
+        lines.append(f"skipped    {number_of(corpus.skipped.total(), 'document', ',')} ({counts})")
         lines += [f"           {place}" for place in corpus.places]
         if (more := corpus.skipped.total() - len(corpus.places)) > 0:
             lines.append(f"           and {more:,} more")

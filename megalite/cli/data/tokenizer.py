@@ -19,6 +19,7 @@ from megalite.cli.data.source import (
     open_source,
 )
 from megalite.cli.options import path
+from megalite.wording import number_of
 
 if TYPE_CHECKING:
     from megalite.corpus.tokenizer_training import TrainReport
@@ -79,18 +80,21 @@ def tokenizer(
             overwrite=overwrite,
             on_progress=bar,
         )
-    typer.echo(f"documents  {found.num_documents:,} ({found.text_bytes:,} bytes of text)")
+    typer.echo(
+        f"documents  {found.num_documents:,} ({number_of(found.text_bytes, 'byte', ',')} of text)"
+    )
     for line in [*left_out(found), *training(report)]:
         typer.echo(line)
-    typer.echo(f"wrote      {out} ({report.vocab_size:,} entries)")
+    typer.echo(f"wrote      {out} ({number_of(report.vocab_size, 'entry', ',')})")
 
 
 def training(report: TrainReport) -> list[str]:
     """Lines about the text that a tokenizer was trained on."""
     share = report.sample_bytes / report.corpus_bytes
     return [
-        f"           {report.model_type}, trained on {report.sample_bytes:,} bytes "
+        f"           {report.model_type}, trained on {number_of(report.sample_bytes, 'byte', ',')} "
         f"({share:.1%} of the text)",
-        f"           {report.num_lines_cut:,} long lines split ({report.cut_share:.2%} of bytes), "
+        f"           {number_of(report.num_lines_cut, 'long line', ',')} split "
+        f"({report.cut_share:.2%} of bytes), "
         f"{report.skipped_share:.4%} of bytes skipped",
     ]
