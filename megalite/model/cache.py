@@ -39,7 +39,7 @@ class Cache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [B, k, rows, H] each
         self._counts: Sequence[int] = ()
         self._reads_texts = True
-        self._places: dict[int, _Places] = {}  # of this forward's tokens, by number of rows
+        self._places: dict[int, _Places | int] = {}  # of this forward's tokens, by number of rows
 
     @property
     def is_empty(self) -> bool:
@@ -84,8 +84,11 @@ class Cache:
         at = self._places.get(rows)
         if at is None:
             at = self._places[rows] = self._place(rows, keys.device)
-        keys[at.text, :, at.row] = k_TkH[at.token]
-        values[at.text, :, at.row] = v_TkH[at.token]
+        if isinstance(at, int):
+            keys[:, :, at], values[:, :, at] = k_TkH, v_TkH
+        else:
+            keys[at.text, :, at.row] = k_TkH[at.token]
+            values[at.text, :, at.row] = v_TkH[at.token]
         if self._reads_texts:
             return ops.attention(q_TnH, k_TkH, v_TkH, mask, None, scale)
         lengths = [min(length, rows) for length in self.lengths]
@@ -98,8 +101,13 @@ class Cache:
             index = torch.tensor(texts, dtype=torch.int64, device=keys.device)
             self._layers[layer] = (keys[index], values[index])
 
-    def _place(self, rows: int, device: torch.device) -> _Places:
-        """Where this forward's tokens are kept in `rows` rows: position p in row p mod rows."""
+    def _place(self, rows: int, device: torch.device) -> _Places | int:
+        """Where this forward's tokens are kept in `rows` rows: position p in row p mod rows.
+
+        A number is the row of one token of every text, where the texts are of one length.
+        """
+        if not self._reads_texts and len(set(self.lengths)) == 1:
+            return (self.lengths[0] - 1) % rows
         token, text, row, first = [], [], [], 0
         for number, (length, count) in enumerate(zip(self.lengths, self._counts, strict=True)):
             for position in range(max(length - count, length - rows), length):
