@@ -83,7 +83,7 @@ def evaluate(
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Print loss, perplexity and bits per byte of a checkpoint over datasets.
+    """Print loss, perplexity and bits per byte of a checkpoint.
 
     The layout need not be the one of training. Several processes are started here, unless torchrun
     or srun started them.
