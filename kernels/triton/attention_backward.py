@@ -252,11 +252,12 @@ def dkdv_splits(key_blocks: int, kv_heads: int, group: int, multiprocessors: int
 
     key_blocks: blocks of keys of a head. group: query heads of a key/value head. A causal mask
     makes the longest program twice the mean, and a multiprocessor holds one program, so that two
-    programs a multiprocessor can fill the device; fewer splits cost fewer partial sums.
+    programs a multiprocessor could fill the device, and two and a half do in the order in which
+    they start; fewer splits cost fewer partial sums.
     """
     programs = key_blocks * kv_heads
     divisors = [n for n in range(1, group + 1) if group % n == 0]
-    return next((n for n in divisors if n * programs >= 2 * multiprocessors), group)
+    return next((n for n in divisors if 2 * n * programs >= 5 * multiprocessors), group)
 
 
 def attention_backward(

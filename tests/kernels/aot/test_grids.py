@@ -119,7 +119,7 @@ def test_a_multiprocessor_holds_one_program_of_attention() -> None:
 @pytest.mark.parametrize(
     ("key_blocks", "kv_heads", "group", "splits"),
     [(64, 8, 4, 1), (64, 4, 4, 2), (64, 2, 4, 4), (64, 1, 4, 4), (64, 1, 7, 7), (16, 2, 6, 6),
-     (8, 12, 1, 1), (512, 1, 4, 1)],
+     (8, 12, 1, 1), (512, 1, 4, 1), (64, 5, 4, 2)],
 )  # fmt: skip
 def test_a_group_is_divided_where_the_device_would_stand_empty(
     key_blocks: int, kv_heads: int, group: int, splits: int
