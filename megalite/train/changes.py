@@ -162,10 +162,12 @@ def require_same_function(
     """
     old, new = function_settings(saved), function_settings(config)
     missing = object()
+    pairs = {name: (value_of(saved, name), value_of(config, name)) for name in {**old, **new}}
+    # One that is written alike differs only by what it is derived from, which is named itself.
     changed = [
-        Changed(name, value_of(saved, name), value_of(config, name), "accept")
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name, missing) != new.get(name, missing)
+        Changed(name, *pair, "accept")
+        for name, pair in pairs.items()
+        if old.get(name, missing) != new.get(name, missing) and pair[0] != pair[1]
     ]
     if _shapes(saved) != _shapes(config):
         return []
