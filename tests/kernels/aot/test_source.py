@@ -113,7 +113,7 @@ def _call_faults(node: ast.Call) -> list[str]:
         if masked and "other" not in keywords and len(node.args) < 3:
             return [f"line {node.lineno}: masked load without other="]
     launch = isinstance(node.func, ast.Subscript) and _name(node.func.value).endswith("_kernel")
-    options = ("**OPTIONS", "**t.options()", "['launch']")
+    options = ("**OPTIONS", ".options()", "['launch']")
     if launch and not any(keyword.endswith(options) for keyword in keywords):
         return [f"line {node.lineno}: launch without enable_fp_fusion, whose default changes"]
     return []
