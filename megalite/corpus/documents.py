@@ -112,7 +112,7 @@ class Document(NamedTuple):
 
 
 class Form(Protocol):
-    """What of a record is the document. Forms can be pickled, for the workers."""
+    """The part of a record that is the document. Forms can be pickled, for the workers."""
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Samples(Protocol):
         """First token of a sample in the span, and the end of its last one."""
 
     def notes(self) -> list[str]:
-        """What was cut, left out or filled up, in words; [] if nothing was."""
+        """Lines about what was cut, left out or filled up; [] if nothing was."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
     @property
     def files(self) -> TokenizerFiles:
-        """What it was loaded from; its `path` is in messages, its `sha256` names it."""
+        """The files it was loaded from; its `path` is in messages, its `sha256` names it."""
 
     @property
     def library(self) -> str:

@@ -92,7 +92,7 @@ class _Blocked:
 
 
 class OpProgress(NamedTuple):
-    """How far this rank has come."""
+    """The progress of a rank."""
 
     num_done: int  # operations between ranks that are finished, or not followed
     waits_in: Op | None  # the one that it waits in
@@ -152,7 +152,7 @@ class Ledger:
         return _Blocked(self, axis, waiting_for, starting)
 
     def progress(self) -> OpProgress:
-        """How far this rank has come, on CUDA its device. For any thread."""
+        """The progress of this rank, on CUDA of its device. For any thread."""
         # The oldest of all has nothing before it on this rank, so it waits for other ranks (or for
         # a kernel); the first of another axis may stand behind it and has not been reached.
         lanes = list(self._lanes.copy().items())

@@ -19,7 +19,7 @@ from megalite import kernels
 
 
 class _Places(NamedTuple):
-    """Where tokens of a forward are kept: token [M] of the forward, its text [M] and row [M]."""
+    """Places at which tokens are kept: token [M] of the forward, its text [M] and row [M]."""
 
     token: Tensor
     text: Tensor
@@ -102,7 +102,7 @@ class Cache:
             self._layers[layer] = (keys[index], values[index])
 
     def _place(self, rows: int, device: torch.device) -> _Places | int:
-        """Where this forward's tokens are kept in `rows` rows: position p in row p mod rows.
+        """The rows, of `rows`, that keep this forward's tokens: position p in row p mod rows.
 
         A number is the row of one token of every text, where the texts are of one length.
         """

@@ -31,7 +31,7 @@ _LINGER_S = 5.0  # rank 0 may serve the store, so where it ends the others read 
 
 
 def own_traits(device: torch.device) -> dict[str, str]:
-    """What must be the same on all ranks, by its name: the kind of device, and versions."""
+    """Traits that must be the same on all ranks, by name: the kind of device, and versions."""
     found = {
         _DEVICE: device.type,
         "megalite": _version("megalite"),
