@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def number_of(value: int, noun: str, spec: str = "") -> str:
+def number_of(value: float, noun: str, spec: str = "") -> str:
     """A number with its noun in the singular or plural: "1 rank", "2 batches", "3 entries".
 
     spec: the format of the number, such as ",".

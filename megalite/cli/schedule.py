@@ -217,9 +217,10 @@ class _Shown:
             f"{number_of(one.p, 'rank')} x {number_of(one.v, 'chunk')}, "
             f"{number_of(one.m, 'microbatch')}"
         )
+        most = number_of(self.values["peak_activations"], "microbatch", "g")
         figures = (
-            "step {step_time:.4g}, bubble {bubble_fraction:.1%}, activations of at most "
-            "{peak_activations:g} microbatches a rank"
+            "step {step_time:.4g}, bubble {bubble_fraction:.1%}, "
+            f"activations of at most {most} a rank"
         )
         if self.record is not None:
             figures = _ratio(self.record, self.timeline)

@@ -260,7 +260,8 @@ def test_the_title_and_the_lanes_have_the_same_peak(
     (title,) = (text for text in texts if text.startswith(f"{name}: "))
     lanes = [note.text or "" for note in drawn.iter(f"{SVG}title")]
     most = max(float(note.rpartition(" ")[2]) for note in lanes if note.startswith("held by"))
-    assert f"activations of at most {most:g} microbatches a rank" in title
+    counted = f"{most:g} microbatch" if most == 1 else f"{most:g} microbatches"
+    assert f"activations of at most {counted} a rank" in title
     start = "from R on" if more else "held"
     assert f"activations {start}, in microbatches (peak: right)" in texts
 
