@@ -102,7 +102,7 @@ def _check_kinds(schedule: Schedule, kinds: frozenset[str]) -> None:
             raise _error(rank, index, action, f"kind {action.kind!r} is not one of {allowed}")
         if not 0 <= action.stage < schedule.num_stages:
             raise _error(
-                rank, index, action, f"there are only {number_of(schedule.num_stages, 'stage')}"
+                rank, index, action, f"the schedule has {number_of(schedule.num_stages, 'stage')}"
             )
         in_range = action.mb == -1 if action.kind == REDUCE else 0 <= action.mb < schedule.m
         if not in_range:

@@ -138,7 +138,7 @@ BROKEN = {
     "F0.0 BW0.0 W0.1 F0.1 B0.1 REDUCE0": r"index 2, action W0\.1: B0\.1 must come before",
     "F0.0 BW0.0 BW0.1 F0.1 REDUCE0": r"index 2, action BW0\.1: F0\.1 must come before",
     "F0.0 BW0.0 F0.1 BW0.1 F0.2 REDUCE0": r"index 4, action F0\.2: microbatch is not in 0\.\.1",
-    "F0.0 BW0.0 F0.1 F1.0 BW0.1 REDUCE0": r"index 3, action F1\.0: there are only 1 stages",
+    "F0.0 BW0.0 F0.1 F1.0 BW0.1 REDUCE0": r"index 3, action F1\.0: the schedule has 1 stage",
     "F0.0 SF0.0 BW0.0 F0.1 BW0.1 REDUCE0": r"index 1, action SF0\.0: nothing in this step calls",
 }
 
